@@ -1,0 +1,276 @@
+"""From a config to an engine that can run: open, describe, read the weights, allocate, check, measure.
+
+Knows the order of a load and what is said during it. How a checkpoint is read and a model computes is behind
+``Checkpoint`` and ``Model``.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from engine import memory
+from engine.failpoints import EXIT_CODE, Failpoints
+from engine.pipe import complain
+from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine
+
+Progress = Callable[[str, int, int], None]
+Post = Callable[[FromEngine], None]
+
+STEP_S = 0.5
+"""The longest a prefill step may take: within it a hang-up is noticed (G1)."""
+
+CHECK_ROWS = 64
+_DECODE_STEPS = 8
+_BEAT_S = 0.25
+_LEAST_SPARE = 256 << 20
+
+
+class LoadFailed(Exception):
+    """The engine cannot start; the text is a sentence for people, ``code`` what the process exits with."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class Line(Protocol):
+    """The engine's end of the pipe, as far as the loop needs it."""
+
+    def post(self, message: FromEngine) -> None:
+        """Send."""
+
+    def take(self, timeout: float | None) -> list[ToEngine]:
+        """What has arrived; while there is nothing wait for ``timeout`` seconds, None: for ever."""
+
+    def leave(self, code: int) -> NoReturn:
+        """Send what was posted and exit."""
+
+
+class Model(Protocol):
+    """What a model does: logits for rows, over a cache that is its own affair."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """What the weights take in memory."""
+
+    @property
+    def kv_bytes_per_row(self) -> int:
+        """What a resident row takes, over all layers."""
+
+    @property
+    def vocab(self) -> int:
+        """How many token ids there are."""
+
+    def new_cache(self, rows: int) -> Any:
+        """A cache of ``rows`` rows, allocated."""
+
+    def forward(self, tokens: Tensor, cache: Any, start: int, *, all_rows: bool = False) -> Tensor:
+        """Float32 logits ``[1, vocab]`` of the last of int64 ``tokens`` ``[n]``, put at row ``start`` of the cache."""
+
+    def workspace(self, rows: int, start: int) -> int:
+        """Bytes a step over ``rows`` rows takes on top, with ``start`` rows before them."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An engine ready to run: one cache a slot, each of ``window`` rows."""
+
+    model: Model
+    caches: list[Any]
+    window: int
+    safe_rows: int
+    device: str
+    ready: Ready
+
+
+def describe(config: Config, checkpoint: Any, engine: str, window: int) -> Described:
+    """What the checkpoint says of itself, with the window this engine gives it."""
+    return Described(
+        epoch=config.epoch,
+        model=checkpoint.name,
+        architecture=checkpoint.architecture,
+        engine=engine,
+        tokenizer=checkpoint.tokenizer_json,
+        template=checkpoint.template,
+        special=checkpoint.special,
+        end_ids=list(checkpoint.end_ids),
+        add_bos=checkpoint.add_bos,
+        bos_id=checkpoint.bos_id,
+        window=window,
+        vocab=checkpoint.config.vocab,
+    )
+
+
+def load(config: Config, checkpoint: Any, build: Callable[..., Model], line: Line, failpoints: Failpoints) -> Loaded:
+    """Load the model of an opened checkpoint, saying how far it is. Raises ``LoadFailed`` with a sentence.
+
+    ``Described`` goes out before the weights are read. It goes out a second time, with the window cut, if the
+    checkpoint's own window turns out not to fit the memory.
+    """
+    began = time.perf_counter()
+    device, threads = device_for(config), config.threads or processors()
+    torch.set_num_threads(threads)
+    native = checkpoint.config.window
+    _refuse_bad(config, native)
+    line.post(describe(config, checkpoint, "torch", config.max_len or native))
+    _fail_here(failpoints, line)
+    progress = throttled(config.epoch, line.post, time.monotonic)
+    model = build(checkpoint, device=device, threads=threads, rows=config.max_len or native, progress=progress)
+    window = _window(config, native, model, device)
+    if window != (config.max_len or native):
+        line.post(describe(config, checkpoint, "torch", window))
+    caches = _allocate(config, model, window)
+    progress("check", 0, 1)
+    bench = Bench(model, caches[0], window, device)
+    check_ms = self_check(bench)
+    safe = config.safe_rows or safe_rows(config.prefix_chunk, window, check_ms / 1000 / bench.rows, bench.deep)
+    progress("check", 1, 1)
+    ready = Ready(
+        config.epoch,
+        load_s=time.perf_counter() - began,
+        safe_rows=safe,
+        selfcheck_ms=check_ms,
+        prefill_rate=min(safe, window) / bench.step(min(safe, window), 0),
+        decode_rate=bench.decode_rate(),
+        file_bytes=checkpoint.file_bytes,
+        weights_bytes=model.weights_bytes,
+        kv_bytes=window * model.kv_bytes_per_row * config.parallel,
+        rss_bytes=memory.resident(),
+        device=device,
+        threads=threads,
+    )
+    return Loaded(model, caches, window, safe, device, ready)
+
+
+def device_for(config: Config) -> str:
+    """``cuda`` or ``cpu``. Raises ``LoadFailed`` for a device that is not there."""
+    there = torch.cuda.is_available()
+    if config.device == "auto":
+        return "cuda" if there else "cpu"
+    if config.device not in ("cpu", "cuda") or (config.device == "cuda" and not there):
+        raise LoadFailed(f"There is no device {config.device!r} here.", 2)
+    return config.device
+
+
+def processors() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def throttled(epoch: int, post: Post, clock: Callable[[], float]) -> Progress:
+    """A progress callback that posts ``Loading`` at most four times a second, and each part's begin and end."""
+    last = ("", 0.0)
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal last
+        now = clock()
+        if what != last[0] or done >= total or now - last[1] >= _BEAT_S:
+            last = (what, now)
+            post(Loading(epoch, what, done, total))
+
+    return progress
+
+
+class Bench:
+    """Timed steps of a model over one cache; what they leave in it is written over by the first run."""
+
+    def __init__(self, model: Model, cache: Any, window: int, device: str) -> None:
+        self._model, self._cache, self._window, self._device = model, cache, window, device
+        self.rows = min(CHECK_ROWS, window)
+
+    def logits(self, rows: int, start: int) -> Tensor:
+        """Float32 logits ``[vocab]`` after ``rows`` rows of a fixed prompt put at ``start``, on the CPU."""
+        tokens = (torch.arange(rows) * 7919 + 13) % self._model.vocab
+        with torch.inference_mode():
+            return self._model.forward(tokens.to(self._device), self._cache, start)[-1].float().cpu()
+
+    def step(self, rows: int, start: int) -> float:
+        """Seconds of a step."""
+        began = time.perf_counter()
+        self.logits(rows, start)
+        return max(time.perf_counter() - began, 1e-9)
+
+    def deep(self, rows: int) -> float:
+        """Seconds of a step at the end of the window, where it takes longest. The better of two, if one is too long."""
+        first = self.step(rows, self._window - rows)
+        return first if first <= STEP_S else min(first, self.step(rows, self._window - rows))
+
+    def decode_rate(self) -> float:
+        """Rows a second, one at a time."""
+        start = min(self.rows, self._window - 1)
+        return 1.0 / statistics.median(self.step(1, start) for _ in range(_DECODE_STEPS))
+
+
+def self_check(bench: Bench) -> float:
+    """Milliseconds of the second of two passes over a fixed prompt. Raises ``LoadFailed``: not finite, or not equal."""
+    first = bench.logits(bench.rows, 0)
+    began = time.perf_counter()
+    second = bench.logits(bench.rows, 0)
+    ms = (time.perf_counter() - began) * 1000
+    if not bool(torch.isfinite(first).all()):
+        raise LoadFailed("The self-check failed: the model's logits are not finite.", 4)
+    if not torch.equal(first, second):
+        raise LoadFailed("The self-check failed: the same prompt gave other logits the second time.", 4)
+    return ms
+
+
+def safe_rows(grid: int, window: int, row_s: float, deep: Callable[[int], float]) -> int:
+    """The most rows a prefill step may have: a divisor of ``grid``, with a step at the window's end within ``STEP_S``.
+
+    ``row_s`` is what a row costs in a small step, a first guess; ``deep`` times a step of so many rows.
+    """
+    divisors = [rows for rows in range(1, grid + 1) if grid % rows == 0 and rows <= window]
+    guesses = [rows for rows in divisors if rows * row_s <= STEP_S] or divisors[:1]
+    return next((rows for rows in reversed(guesses) if deep(rows) <= STEP_S), guesses[0])
+
+
+def _refuse_bad(config: Config, native: int) -> None:
+    if config.safe_rows and config.prefix_chunk % config.safe_rows:
+        raise LoadFailed(f"--safe-rows {config.safe_rows} does not divide --prefix-chunk {config.prefix_chunk}.", 2)
+    if config.max_len:  # what can be known before the weights are read is said before
+        _fitting(config.max_len, native, 0, 0)
+
+
+def _fail_here(failpoints: Failpoints, line: Line) -> None:
+    if failpoints.fires("die_at_load"):
+        line.leave(EXIT_CODE)
+    if failpoints.fires("stall_load"):
+        stand_still()
+
+
+def stand_still() -> None:
+    """Do nothing, for ever: what a hung engine does."""
+    while True:
+        time.sleep(3600)
+
+
+def _window(config: Config, native: int, model: Model, device: str) -> int:
+    free = memory.free(device)
+    room = free - max(_LEAST_SPARE, free // 10)  # steps need room of their own
+    window, cut = _fitting(config.max_len, native, model.kv_bytes_per_row * config.parallel, room)
+    if cut:
+        complain(cut)
+    return window
+
+
+def _fitting(asked: int, native: int, per_row: int, room: int) -> tuple[int, str]:
+    try:
+        return memory.fit(asked, native, per_row, room)
+    except memory.DoesNotFit as error:
+        raise LoadFailed(str(error), 3) from None
+
+
+def _allocate(config: Config, model: Model, window: int) -> list[Any]:
+    try:
+        return [model.new_cache(window) for _ in range(config.parallel)]
+    except (MemoryError, RuntimeError):  # torch says RuntimeError on the CPU, a subclass of it on cuda
+        size = memory.gib(window * model.kv_bytes_per_row * config.parallel)
+        raise LoadFailed(f"{size} of memory for the KV rows of {window} tokens could not be allocated.", 3) from None

@@ -1,0 +1,120 @@
+"""The pieces that decoders share: norm, rotary angles, attention. Written for few operations a step.
+
+A step of a small model on the CPU is bound by the count of torch calls as much as by bytes read, so each piece is put
+into as few calls as give the same numbers. The residual stream is float32 throughout.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own habit)
+from torch import Tensor
+
+from engine.weights.config import Config, RopeScaling
+from engine.weights.errors import CheckpointError
+
+
+class Stream:
+    """The residual stream of ``n`` rows: ``x`` float32 ``[n, hidden]``, a view that layers add to.
+
+    Behind each row lies one constant element, ``sqrt(hidden * eps)``: the length of the longer row is then
+    ``sqrt(sum(x²) + hidden * eps)``, which is what RMS norm divides by, in one call and with eps exact.
+    """
+
+    def __init__(self, start: Tensor, eps: float) -> None:
+        n, hidden = start.shape
+        self._long = torch.empty(n, hidden + 1, dtype=torch.float32, device=start.device)
+        self.x = self._long[:, :hidden]
+        self.x.copy_(start)
+        self._long[:, hidden] = math.sqrt(hidden * eps)
+
+    def normed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x / rms(x) * weight`` as ``dtype`` ``[n, hidden]``; ``weight`` comes from :func:`norm_weight`."""
+        scaled = self.x / torch.linalg.vector_norm(self._long, dim=-1, keepdim=True)
+        return torch.mul(scaled, weight, out=torch.empty_like(scaled, dtype=dtype))
+
+    def last(self) -> None:
+        """Keep the last row only."""
+        self._long, self.x = self._long[-1:], self.x[-1:]
+
+
+def norm_weight(weight: Tensor) -> Tensor:
+    """A norm's weight, float32 ``[hidden]``, times ``sqrt(hidden)``: the length stands in for the root of the mean."""
+    return weight * math.sqrt(weight.numel())
+
+
+def frequencies(config: Config, factors: Tensor | None) -> Tensor:
+    """Angle a row of each rotated pair, in radians, float32 ``[head_dim / 2]``. ``factors``: the file's own divisors.
+
+    llama3 scaling as in transformers (``modeling_rope_utils.py``), which is what the models were trained with.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    base = 1.0 / (config.rope_base**exponents)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return base
+    if scaling.kind == "linear":
+        return base / scaling.factor
+    if scaling.kind == "llama3":
+        return _llama3(base, scaling)
+    if factors is None or factors.numel() != base.numel():
+        raise CheckpointError("The file's rope_freqs.weight does not fit its heads; convert the model anew.")
+    return base / factors
+
+
+def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
+    turns = scaling.original_window * base / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    ramp = ((turns - low) / (high - low)).clamp(0, 1)
+    return base / scaling.factor * (1 - ramp) + base * ramp
+
+
+def rotations(frequency: Tensor, rows: int, device: torch.device) -> Tensor:
+    """``exp(i * angle)`` for each row and pair, complex64 ``[rows, 1, head_dim / 2]``."""
+    angles = torch.outer(torch.arange(rows).float(), frequency)
+    return torch.polar(torch.ones_like(angles), angles)[:, None].to(device)
+
+
+def rotate(heads: Tensor, turn: Tensor) -> None:
+    """Turn ``heads`` float32 ``[n, heads, head_dim]`` in place by ``turn`` complex64 ``[n, 1, head_dim / 2]``.
+
+    The two of a pair are neighbours, so a pair is one complex number.
+    """
+    torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(turn)
+
+
+def causal_mask(n: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """What new row ``start + i`` may not see, added to scores: ``[n, start + n]``. None where nothing or torch's own does.
+
+    One row sees all; from row 0 on, torch's own causal rule is the right one and needs no memory.
+    """
+    if n == 1 or start == 0:
+        return None
+    mask = torch.full((n, start + n), float("-inf"), dtype=dtype, device=device)
+    return mask.triu_(start + 1)
+
+
+def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of ``q`` ``[n, heads, head_dim]`` over ``kv`` ``[2 * kv_heads, rows, head_dim]``, ``[n, heads * head_dim]``.
+
+    Several heads share keys. One row: those heads are put as rows of one head, so keys are read once. More rows: keys are
+    spread by a view. (``enable_gqa`` takes 5 times as long here for one row.)
+    """
+    n, heads, width = q.shape
+    kv_heads, rows = kv.shape[0] // 2, kv.shape[1]
+    keys, values = kv[:kv_heads], kv[kv_heads:]
+    if n == 1:
+        out = F.scaled_dot_product_attention(q.view(1, kv_heads, -1, width), keys[None], values[None])
+        return out.reshape(1, -1)
+    share = heads // kv_heads
+    spread = (kv_heads, share, rows, width)
+    out = F.scaled_dot_product_attention(
+        q.view(n, kv_heads, share, width).permute(1, 2, 0, 3),
+        keys[:, None].expand(spread),
+        values[:, None].expand(spread),
+        attn_mask=mask,
+        is_causal=mask is None,
+    )
+    return out.permute(2, 0, 1, 3).reshape(n, -1)

@@ -1,0 +1,160 @@
+"""Llama and everything of its shape: RMS norm, rotary grouped attention, gated feed-forward, no biases.
+
+Source: transformers' ``modeling_llama.py``, which the tests compare with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own habit)
+from torch import Tensor
+
+from engine.models import layers
+from engine.models.cache import Cache
+from engine.models.layers import Stream
+from engine.models.loading import Loader
+from engine.weights.checkpoint import Checkpoint
+from engine.weights.config import Config
+from engine.weights.linear import Linear
+from engine.weights.stored import Stored
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. ``qkv`` and ``gate_up`` are fused: their parts share an input."""
+
+    attn_norm: Tensor
+    qkv: Linear
+    out: Linear
+    ffn_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def build(checkpoint: Checkpoint, loader: Loader, *, device: torch.device, rows: int, exact: bool) -> Llama:
+    """Read the weights of ``checkpoint`` and put the model together. ``rows`` 0 takes the checkpoint's whole window."""
+    config = checkpoint.config
+    names = {"token_embd.weight", "output_norm.weight"}
+    names |= {f"blk.{i}.{part}.weight" for i in range(config.layers) for part in PARTS}
+    loader.expect(names | (set() if config.tied else {"output.weight"}), {"rope_freqs.weight", "output.weight"})
+    factors = None
+    if config.rope_scaling is not None and config.rope_scaling.kind == "factors":
+        factors = loader.vector("rope_freqs.weight", config.head_dim // 2)
+    table = loader.table("token_embd.weight", config.vocab, config.hidden)
+    stack = [_layer(loader, config, i, pairs=checkpoint.rope_pairs) for i in range(config.layers)]
+    norm = layers.norm_weight(loader.vector("output_norm.weight", config.hidden))
+    head = table if config.tied else loader.table("output.weight", config.vocab, config.hidden)
+    window = min(rows, config.window) if rows else config.window
+    turns = layers.rotations(layers.frequencies(config, factors), window, device)
+    return Llama(config, table, stack, norm, head, turns, loader.nbytes, device=device, exact=exact)
+
+
+def _layer(loader: Loader, config: Config, index: int, *, pairs: bool) -> Layer:
+    wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+
+    def read(part: str, rows: int, cols: int) -> Stored:
+        return loader.read(f"blk.{index}.{part}.weight", rows, cols)
+
+    def norm(part: str) -> Tensor:
+        return layers.norm_weight(loader.vector(f"blk.{index}.{part}.weight", config.hidden))
+
+    q, k = read("attn_q", wide, config.hidden), read("attn_k", narrow, config.hidden)
+    if not pairs:
+        q, k = q.pick(_paired(q.rows, config.head_dim)), k.pick(_paired(k.rows, config.head_dim))
+    gated = [read(part, config.ff, config.hidden) for part in ("ffn_gate", "ffn_up")]
+    return Layer(
+        norm("attn_norm"),
+        loader.beside([q, k, read("attn_v", narrow, config.hidden)]),
+        loader.beside([read("attn_output", config.hidden, wide)]),
+        norm("ffn_norm"),
+        loader.beside(gated),
+        loader.beside([read("ffn_down", config.hidden, config.ff)]),
+    )
+
+
+def _paired(rows: int, width: int) -> Tensor:
+    """The order that brings the two rows of a rotated pair, half a head of ``width`` apart, next to each other."""
+    return torch.arange(rows).view(-1, 2, width // 2).transpose(1, 2).reshape(-1)
+
+
+class Llama:
+    """A model whose weights are read. Holds no sequence: caches are the caller's."""
+
+    def __init__(
+        self,
+        config: Config,
+        table: Linear,
+        stack: list[Layer],
+        norm: Tensor,
+        head: Linear,
+        turns: Tensor,
+        weights_bytes: int,
+        *,
+        device: torch.device,
+        exact: bool,
+    ) -> None:
+        self._config, self._table, self._layers, self._norm, self._head = config, table, stack, norm, head
+        self._turns, self._device = turns, device
+        self._dtype = torch.float32 if exact else torch.float16
+        self.window = turns.shape[0]
+        """Rows a sequence may have."""
+        self.vocab = config.vocab
+        """Token ids there are."""
+        self.weights_bytes = weights_bytes
+        """Bytes of all weights that stay in memory; a tied head counts once."""
+        self.kv_bytes_per_row = config.layers * 2 * config.kv_heads * config.head_dim * self._dtype.itemsize
+        """Bytes a row takes in a cache."""
+
+    def new_cache(self, rows: int) -> Cache:
+        """Room for ``rows`` rows, allocated and touched now."""
+        config = self._config
+        return Cache(config.layers, config.kv_heads, rows, config.head_dim, self._dtype, self._device)
+
+    def workspace(self, rows: int, start: int) -> int:
+        """About how many bytes a step of ``rows`` new rows behind ``start`` takes beside weights and cache."""
+        config = self._config
+        wide = (config.heads + 2 * config.kv_heads) * config.head_dim
+        activations = rows * (6 * config.hidden + 3 * wide + 4 * config.ff) * 4
+        mask = rows * (start + rows) * 2 if start and rows > 1 else 0
+        decoded = 2 * 2 * max(2 * config.ff * config.hidden, wide * config.hidden)
+        return activations + mask + decoded + config.vocab * 4 * 3
+
+    def forward(self, tokens: Tensor, cache: Cache, start: int, *, all_rows: bool = False) -> Tensor:
+        """One step. ``tokens`` int64 ``[n]`` become rows ``start`` … ``start + n - 1`` of ``cache`` and see all before.
+
+        Returns logits, float32 ``[1, vocab]`` of the last row, or ``[n, vocab]`` with ``all_rows``. The same tokens in
+        the same chunks give the same bits. Raises ValueError when the rows do not fit into the cache.
+        """
+        end = start + tokens.shape[0]
+        if not 0 <= start < end <= min(cache.rows, self.window):
+            raise ValueError(f"rows {start} to {end} do not fit into {min(cache.rows, self.window)}")
+        stream = Stream(self._table.gather(tokens), self._config.eps)
+        turn = self._turns[start:end]
+        mask = layers.causal_mask(end - start, start, self._dtype, self._device)
+        for layer, kv in zip(self._layers, cache.layers, strict=True):
+            self._attention(layer, stream, kv, turn, mask, start)
+            self._feed_forward(layer, stream)
+        if not all_rows:
+            stream.last()
+        return self._head(stream.normed(self._norm, self._head.dtype)).float()
+
+    def _attention(
+        self, layer: Layer, stream: Stream, kv: Tensor, turn: Tensor, mask: Tensor | None, start: int
+    ) -> None:
+        config, end = self._config, start + turn.shape[0]
+        qkv = layer.qkv(stream.normed(layer.attn_norm, layer.qkv.dtype)).float()
+        heads = qkv.view(end - start, -1, config.head_dim)
+        layers.rotate(heads[:, : config.heads + config.kv_heads], turn)
+        kv[:, start:end] = heads[:, config.heads :].transpose(0, 1)
+        seen = layers.attend(heads[:, : config.heads].to(self._dtype), kv[:, :end], mask)
+        stream.x.add_(layer.out(seen.to(layer.out.dtype)))
+
+    def _feed_forward(self, layer: Layer, stream: Stream) -> None:
+        gate, up = layer.gate_up(stream.normed(layer.ffn_norm, layer.gate_up.dtype)).chunk(2, -1)
+        hidden = F.silu(gate.float()).mul_(up)
+        stream.x.add_(layer.down(hidden.to(layer.down.dtype)))

@@ -1,0 +1,82 @@
+"""Reads a checkpoint's tensors into a model, one at a time, and keeps count of what stays in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.weights import linear, quants
+from engine.weights.checkpoint import Checkpoint, CheckpointError
+from engine.weights.linear import Linear, Side
+from engine.weights.stored import Stored, stack
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, total)``, in bytes of the file."""
+
+
+class Loader:
+    """``nbytes``: bytes of every weight handed out so far, each counted once."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, exact: bool, progress: Progress) -> None:
+        self._checkpoint, self._device, self._exact, self._progress = checkpoint, device, exact, progress
+        self._names = checkpoint.names()
+        self._done = 0
+        self.nbytes = 0
+
+    def expect(self, names: set[str], ignored: set[str]) -> None:
+        """Raise CheckpointError unless the file has exactly ``names``, and perhaps ``ignored`` ones.
+
+        A tensor that the builder does not use (a bias, an expert) means another model than the one it would build.
+        """
+        if unknown := sorted(self._names - names - ignored):
+            raise CheckpointError(f"The checkpoint has a tensor {unknown[0]}, which this architecture does not use here.")
+        if missing := sorted(names - self._names):
+            raise CheckpointError(f"The checkpoint has no tensor {missing[0]}; it is incomplete.")
+
+    def read(self, name: str, rows: int, cols: int) -> Stored:
+        """One tensor, checked against the shape that the configuration promises."""
+        stored = self._checkpoint.read(name)
+        quants.require_kind(stored.kind, name)
+        if (stored.rows, stored.cols) != (rows, cols):
+            raise CheckpointError(
+                f"Tensor {name} is {stored.rows} × {stored.cols}, and the configuration says {rows} × {cols}; "
+                "the checkpoint does not fit together."
+            )
+        self._done += stored.data.nbytes
+        self._progress("weights", min(self._done, self._checkpoint.file_bytes), self._checkpoint.file_bytes)
+        return stored
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A norm's weight or the like, float32 ``[size]``."""
+        return self.count(quants.decode_stored(self.read(name, 1, size)).view(-1).to(self._device))
+
+    def count(self, vector: Tensor) -> Tensor:
+        """Count ``vector`` as a weight that stays."""
+        self.nbytes += vector.nbytes
+        return vector
+
+    def table(self, name: str, rows: int, cols: int) -> Linear:
+        """A token embedding or an output head."""
+        return self._keep(linear.linear(self.read(name, rows, cols), self._device, exact=self._exact, table=True))
+
+    def beside(self, parts: list[Stored]) -> Linear:
+        """Matrices with a common input as one: stacked where they are of one kind, else side by side."""
+        if len({p.kind for p in parts}) == 1:
+            return self._keep(linear.linear(stack(parts), self._device, exact=self._exact))
+        return self._keep(Side([linear.linear(p, self._device, exact=self._exact) for p in parts]))
+
+    def _keep(self, made: Linear) -> Linear:
+        self.nbytes += made.nbytes
+        return made
+
+
+def give_back() -> None:
+    """Hand memory freed while loading back to the system: glibc keeps it otherwise, and it would count as ours."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,214 @@
+"""The messages between the server and the engine process, both ways. Nothing else crosses the pipe.
+
+Frames are a 4-byte little-endian length and one msgpack-encoded tagged struct. Every message carries the engine's
+``epoch`` (the server counts its starts); all about a run carry its ``run``. A run id is not a request id: one request
+may run more than once. **Each ``Start`` gets exactly one ``Ended`` or ``Declined``.**
+
+A round is what one decode step commits (one token without speculation). The engine never commits a second round past
+the last acknowledged token: it waits for ``Seen``. ``Cancel(keep=n)`` ends a run and leaves the rows of the prompt and
+of the first ``n`` answer tokens resident; ``keep=None`` keeps what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_FRAME = 1 << 30
+"""Bytes. A longer frame is a broken pipe, not a message."""
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How the next token is chosen. ``temperature`` 0 is greedy. ``top_k`` 0 is off, ``top_p`` 1 and ``min_p`` 0 too."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+# -- to the engine -----------------------------------------------------------------------------------------------
+
+
+class Start(msgspec.Struct, tag="start", frozen=True):
+    """Prefill ``tokens`` in ``slot``, then decode at most ``max_tokens``. A stop id ends the run and is not sent."""
+
+    epoch: int
+    run: int
+    slot: int
+    tokens: list[int]
+    sampling: Sampling
+    max_tokens: int
+    stop_ids: list[int]
+    choice: int = 0
+
+
+class Seen(msgspec.Struct, tag="seen", frozen=True):
+    """The text of the first ``n`` answer tokens was judged: the engine may commit one more round."""
+
+    epoch: int
+    run: int
+    n: int
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    """End ``run`` at the next safe point. ``keep``: answer tokens whose rows stay (None: those acknowledged)."""
+
+    epoch: int
+    run: int
+    keep: int | None = None
+
+
+class Measure(msgspec.Struct, tag="measure", frozen=True):
+    """Ask for a memory reading, with the workspace a prefill of ``rows`` rows would take."""
+
+    epoch: int
+    run: int
+    rows: int
+
+
+class Stop(msgspec.Struct, tag="stop", frozen=True):
+    """Leave: the server is going down."""
+
+    epoch: int
+
+
+ToEngine = Start | Seen | Cancel | Measure | Stop
+
+# -- from the engine ---------------------------------------------------------------------------------------------
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """Progress of a load: ``what`` is a word for people, ``done`` of ``total`` in bytes."""
+
+    epoch: int
+    what: str
+    done: int
+    total: int
+
+
+class Described(msgspec.Struct, tag="described", frozen=True):
+    """What the checkpoint says of itself, sent before its weights are read, so that prompts can be rendered meanwhile.
+
+    ``tokenizer`` is the JSON the ``tokenizers`` package reads, ``template`` the Jinja chat template ("" when there is
+    none), ``special`` maps names a template may use (``bos_token``, ``eos_token``) to their text, ``window`` is in rows.
+    """
+
+    epoch: int
+    model: str
+    architecture: str
+    engine: str
+    tokenizer: str
+    template: str
+    special: dict[str, str]
+    end_ids: list[int]
+    add_bos: bool
+    bos_id: int | None
+    window: int
+    vocab: int
+
+
+class Ready(msgspec.Struct, tag="ready", frozen=True):
+    """The engine takes runs. Sizes in bytes, times in seconds (``_s``) or milliseconds (``_ms``), rates in rows/s."""
+
+    epoch: int
+    load_s: float
+    safe_rows: int
+    selfcheck_ms: float
+    prefill_rate: float
+    decode_rate: float
+    file_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    rss_bytes: int
+    device: str
+    threads: int
+
+
+class Memory(msgspec.Struct, tag="memory", frozen=True):
+    """The answer to ``Measure``, in bytes."""
+
+    epoch: int
+    run: int
+    allocated: int
+    reserved: int
+    peak: int
+    workspace: int
+
+
+class Chunk(msgspec.Struct, tag="chunk", frozen=True):
+    """One prefill step is done: ``done`` of ``total`` rows are resident; the step took ``ms``."""
+
+    epoch: int
+    run: int
+    done: int
+    total: int
+    ms: float
+
+
+class Tokens(msgspec.Struct, tag="tokens", frozen=True):
+    """One round: ``ids`` are answer tokens ``start`` … ``start + len(ids) - 1``."""
+
+    epoch: int
+    run: int
+    start: int
+    ids: list[int]
+    ms: float
+
+
+class Ended(msgspec.Struct, tag="ended", frozen=True):
+    """The run is over and its slot free. ``reason``: stop, length, cancelled or fault; ``why`` a fault's class name.
+
+    ``kept`` rows stay resident, ``generated`` answer tokens were committed.
+    """
+
+    epoch: int
+    run: int
+    reason: str
+    kept: int
+    generated: int
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    why: str = ""
+
+
+class Declined(msgspec.Struct, tag="declined", frozen=True):
+    """The run was not started. ``reason``: busy, late, memory."""
+
+    epoch: int
+    run: int
+    reason: str
+
+
+FromEngine = Loading | Described | Ready | Memory | Chunk | Tokens | Ended | Declined
+
+
+class Config(msgspec.Struct, frozen=True):
+    """What an engine process is started with (one JSON argument).
+
+    ``model``: a GGUF file or a safetensors folder. ``max_len`` 0 takes the checkpoint's window. ``safe_rows`` 0 is
+    chosen at load so that a step takes at most 0.5 s. ``script``: a JSON file for the scripted engine. ``failpoints``
+    name places where a test makes the engine fail: ``{"load": 1}`` and the like (see ``engine/failpoints.py``).
+    """
+
+    epoch: int
+    model: str
+    device: str = "auto"
+    threads: int = 0
+    max_len: int = 0
+    safe_rows: int = 0
+    prefix_chunk: int = 1024
+    parallel: int = 1
+    script: str = ""
+    failpoints: dict[str, int] = {}
+
+
+encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """One message as bytes for the pipe."""
+    body = encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body

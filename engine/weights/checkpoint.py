@@ -1,0 +1,105 @@
+"""Opens a checkpoint of either format. Metadata is read at once, tokenizer and configuration when asked, tensors last.
+
+So an unknown architecture is named before anything else of the file is interpreted, and prompts can be rendered while the
+weights are still being read.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from engine.weights.config import Config
+from engine.weights.errors import CheckpointError
+from engine.weights.folder import Folder
+from engine.weights.gguf_checkpoint import Gguf
+from engine.weights.stored import Source, Stored
+
+__all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
+
+
+class Format(Protocol):
+    """What a file format has to tell; :class:`Checkpoint` documents each answer."""
+
+    name: str
+    architecture: str
+    file_bytes: int
+    rope_pairs: bool
+    source: Source
+
+    def config(self) -> Config: ...  # noqa: D102
+    def tokenizer_json(self) -> str: ...  # noqa: D102
+    def template(self) -> str: ...  # noqa: D102
+    def special(self) -> dict[str, str]: ...  # noqa: D102
+    def end_ids(self) -> list[int]: ...  # noqa: D102
+    def bos(self) -> tuple[bool, int | None]: ...  # noqa: D102
+
+
+class Checkpoint:
+    """One opened checkpoint. Every attribute may raise CheckpointError when the file does not support it."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self.name = form.name
+        """The model's name for people: the file's stem or the folder's name."""
+        self.architecture = form.architecture
+        """What the registry is asked for: "llama", …"""
+        self.file_bytes = form.file_bytes
+        """Bytes of the GGUF file, or of all safetensors files together."""
+        self.rope_pairs = form.rope_pairs
+        """Whether rows of q and k lie so that the two of a rotated pair are neighbours (GGUF's llama order)."""
+
+    @cached_property
+    def config(self) -> Config:
+        """The model's sizes, normalised."""
+        return self._form.config()
+
+    @cached_property
+    def tokenizer_json(self) -> str:
+        """What ``tokenizers.Tokenizer.from_str`` reads."""
+        return self._form.tokenizer_json()
+
+    @cached_property
+    def template(self) -> str:
+        """The Jinja chat template; "" when there is none."""
+        return self._form.template()
+
+    @cached_property
+    def special(self) -> dict[str, str]:
+        """The names a template may use (``bos_token``, ``eos_token``, ``unk_token``, ``pad_token``) and their text."""
+        return self._form.special()
+
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """Token ids that end an answer, ascending."""
+        return self._form.end_ids()
+
+    @property
+    def add_bos(self) -> bool:
+        """Whether a prompt starts with ``bos_id``."""
+        return self._form.bos()[0]
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id of the token a text begins with, when there is one."""
+        return self._form.bos()[1]
+
+    def names(self) -> set[str]:
+        """The tensors' canonical names, those of GGUF."""
+        return self._form.source.names()
+
+    def read(self, name: str) -> Stored:
+        """One tensor, read now. Raises CheckpointError when it is missing."""
+        return self._form.source.read(name)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a ``.gguf`` file or a folder of safetensors. Raises CheckpointError that says what to do."""
+    if path.is_dir():
+        return Checkpoint(Folder(path))
+    if not path.exists():
+        raise CheckpointError(f"There is no model at {path}; give a .gguf file or a safetensors folder with --model.")
+    if path.suffix != ".gguf":
+        raise CheckpointError(f"{path.name} is neither a .gguf file nor a folder; give one of these with --model.")
+    return Checkpoint(Gguf(path))

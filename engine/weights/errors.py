@@ -1,0 +1,7 @@
+"""The one error of this room."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """The checkpoint cannot be served as it is. The text is a plain sentence that names what is wrong and what to do."""

@@ -1,0 +1,255 @@
+"""A folder of safetensors, as transformers writes it, as a checkpoint.
+
+``config.json``, one or several ``*.safetensors`` (with their index), ``tokenizer.json``, and where present
+``tokenizer_config.json``, ``generation_config.json`` and ``chat_template.jinja``. A setting that would change the result
+and is not understood is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from engine.weights.config import Config, RopeScaling
+from engine.weights.ends import END_TEXTS
+from engine.weights.errors import CheckpointError
+from engine.weights.stored import Stored
+
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+INNER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def canonical(name: str) -> str | None:
+    """GGUF's name of a tensor; None for a table of rotary frequencies, which old files carry; others unchanged."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return None
+    if match := LAYER.fullmatch(name):
+        layer, part, kind = match.groups()
+        return f"blk.{layer}.{INNER.get(part, part)}.{kind}"
+    return OUTER.get(name, name)
+
+
+class Shards:
+    """The tensors of all safetensors files of a folder. A :class:`~engine.weights.stored.Source`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the files' headers. Raises CheckpointError when there is none or one cannot be read."""
+        self.files = sorted(folder.glob("*.safetensors"))
+        if not self.files:
+            raise CheckpointError(f"{folder.name} has no *.safetensors; download the weights into it.")
+        self._places: dict[str, tuple[Path, str]] = {}
+        for file in self.files:
+            for name in _tensor_names(file):
+                if (ours := canonical(name)) is not None:
+                    self._places[ours] = (file, name)
+        self._check_index(folder)
+
+    def _check_index(self, folder: Path) -> None:
+        index = _read_json(folder / "model.safetensors.index.json")
+        missing = sorted({str(f) for f in index.get("weight_map", {}).values()} - {f.name for f in self.files})
+        if missing:
+            raise CheckpointError(f"{folder.name} lacks {', '.join(missing)}, which its index names; download them.")
+
+    def names(self) -> set[str]:
+        """Canonical names of all tensors; a name with no counterpart is the file's own."""
+        return set(self._places)
+
+    def read(self, name: str) -> Stored:
+        """One tensor's bytes, copied so that no page of the mapped file stays."""
+        if name not in self._places:
+            raise CheckpointError(f"The folder has no tensor {name}; the checkpoint is incomplete.")
+        file, own = self._places[name]
+        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+            tensor: torch.Tensor = opened.get_tensor(own)
+        if tensor.dtype not in KINDS:
+            raise CheckpointError(f"Tensor {own} is stored as {tensor.dtype}; use bfloat16, float16 or float32 weights.")
+        rows = tensor.shape[0] if tensor.dim() > 1 else 1
+        flat = tensor.reshape(rows, -1).clone()
+        return Stored(KINDS[tensor.dtype], rows, flat.shape[1], flat.view(torch.uint8))
+
+
+def _tensor_names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+            return list(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file.name} is damaged or not a safetensors file; download it again.") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``, empty when there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not valid JSON; download it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object; download it again.")
+    return value
+
+
+class Folder:
+    """One folder. q and k lie as transformers has them: the two of a rotated pair half a head apart."""
+
+    rope_pairs = False
+
+    def __init__(self, path: Path) -> None:
+        """Reads the JSON files and the headers. Raises CheckpointError when one is missing or cannot be read."""
+        self._path = path
+        self._config = _read_json(path / "config.json")
+        if not self._config:
+            raise CheckpointError(f"{path.name} has no config.json; give a folder that transformers could load.")
+        self._tokenizer_config = _read_json(path / "tokenizer_config.json")
+        self._generation = _read_json(path / "generation_config.json")
+        self.source = Shards(path)
+        self.name = path.resolve().name
+        self.architecture = str(self._config.get("model_type", "unnamed"))
+        self.file_bytes = sum(file.stat().st_size for file in self.source.files)
+
+    def _value(self, key: str) -> Any:
+        if key not in self._config:
+            raise CheckpointError(f"config.json lacks {key}; download it again.")
+        return self._config[key]
+
+    def config(self) -> Config:
+        """Sizes from config.json."""
+        settings = self._config
+        if "quantization_config" in settings:
+            raise CheckpointError("Quantised safetensors are not supported; use a GGUF file or the plain weights.")
+        for key in ("attention_bias", "mlp_bias", "sliding_window"):
+            if settings.get(key):
+                raise CheckpointError(f"config.json sets {key}, which is not supported.")
+        if settings.get("hidden_act", "silu") != "silu":
+            raise CheckpointError(f"The activation {settings['hidden_act']} is not supported, only silu.")
+        if settings.get("partial_rotary_factor", 1.0) != 1.0:
+            raise CheckpointError("Rotating only a part of each head (partial_rotary_factor) is not supported.")
+        hidden, heads = int(self._value("hidden_size")), int(self._value("num_attention_heads"))
+        base, scaling = self._rope()
+        return Config(
+            layers=int(self._value("num_hidden_layers")),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(settings.get("num_key_value_heads") or heads),
+            head_dim=int(settings.get("head_dim") or hidden // heads),
+            ff=int(self._value("intermediate_size")),
+            vocab=int(self._value("vocab_size")),
+            eps=float(settings.get("rms_norm_eps", 1e-6)),
+            rope_base=base,
+            window=int(self._value("max_position_embeddings")),
+            tied=bool(settings.get("tie_word_embeddings", False)) or "output.weight" not in self.source.names(),
+            rope_scaling=scaling,
+        )
+
+    def _rope(self) -> tuple[float, RopeScaling | None]:
+        """Base and scaling. transformers 5 writes both into ``rope_parameters``, 4 into two keys."""
+        rope = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
+        base = float(rope.get("rope_theta") or self._config.get("rope_theta") or 10000.0)
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        if kind == "default":
+            return base, None
+        if kind == "linear":
+            return base, RopeScaling("linear", float(rope["factor"]))
+        if kind == "llama3":
+            return base, RopeScaling(
+                "llama3",
+                float(rope["factor"]),
+                float(rope["low_freq_factor"]),
+                float(rope["high_freq_factor"]),
+                int(rope["original_max_position_embeddings"]),
+            )
+        raise CheckpointError(f"The model stretches its window by {kind} scaling, which is not supported.")
+
+    def tokenizer_json(self) -> str:
+        """The file as it is."""
+        path = self._path / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointError(
+                f"{self._path.name} has no tokenizer.json; save the model's fast tokenizer with transformers into it."
+            )
+        return path.read_text(encoding="utf-8")
+
+    def template(self) -> str:
+        """``chat_template.jinja``, or the template (of several, the one named default) of tokenizer_config.json."""
+        path = self._path / "chat_template.jinja"
+        if path.exists():
+            return path.read_text(encoding="utf-8")
+        template = self._tokenizer_config.get("chat_template") or ""
+        if isinstance(template, list):
+            return next((str(t["template"]) for t in template if t.get("name") == "default"), "")
+        return str(template)
+
+    def special(self) -> dict[str, str]:
+        """The text of the tokens that tokenizer_config.json names."""
+        found = {}
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            token = self._tokenizer_config.get(name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if text:
+                found[name] = str(text)
+        return found
+
+    @cached_property
+    def _tokenizer(self) -> dict[str, Any]:
+        return _read_json(self._path / "tokenizer.json")
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        """Added tokens by their text."""
+        return {str(t["content"]): int(t["id"]) for t in self._tokenizer.get("added_tokens", [])}
+
+    def end_ids(self) -> list[int]:
+        """The eos ids of both configurations, and added tokens that end a turn by their text."""
+        ends: set[int] = set()
+        for settings in (self._config, self._generation):
+            eos = settings.get("eos_token_id")
+            ends.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        texts = END_TEXTS | {self.special().get("eos_token", "")}
+        return sorted(ends | {i for text, i in self._added.items() if text in texts})
+
+    def bos(self) -> tuple[bool, int | None]:
+        """Whether a prompt starts with it, and its id.
+
+        Some tokenizers say so in ``add_bos_token``, others only by a template in tokenizer.json that puts it in front.
+        """
+        text = self.special().get("bos_token", "")
+        bos = self._added.get(text, self._config.get("bos_token_id"))
+        add = self._tokenizer_config.get("add_bos_token")
+        if add is None:
+            add = self._in_front(text)
+        return bool(add) and bos is not None, None if bos is None else int(bos)
+
+    def _in_front(self, text: str) -> bool:
+        processor = self._tokenizer.get("post_processor") or {}
+        for part in [processor, *processor.get("processors", [])]:
+            single = part.get("single") if part.get("type") == "TemplateProcessing" else None
+            if single and single[0].get("SpecialToken", {}).get("id") == text:
+                return True
+        return False

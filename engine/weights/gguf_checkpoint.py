@@ -1,0 +1,120 @@
+"""A GGUF file as a checkpoint: its metadata keys, put into our terms.
+
+Keys are those of the GGUF specification (ggml/docs/gguf.md). A key that would change the result and is not understood is
+refused, so that a model is never served wrongly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from engine.weights.config import Config, RopeScaling
+from engine.weights.ends import END_TEXTS
+from engine.weights.errors import CheckpointError
+from engine.weights.gguf_reader import GgufFile
+from engine.weights.gguf_tokenizer import CONTROL, tokenizer_json
+
+REQUIRED = object()
+
+
+class Gguf:
+    """One GGUF file. ``rope_pairs``: llama's converter reorders rows of q and k, those of other families do not."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the metadata. Raises CheckpointError when the file cannot be read."""
+        self.source = GgufFile(path)
+        self._meta = self.source.meta
+        self.name = path.stem
+        self.file_bytes = path.stat().st_size
+        self.architecture = str(self._value("general.architecture"))
+        self.rope_pairs = self.architecture == "llama"
+        if self._meta.get("split.count", 1) > 1:
+            raise CheckpointError(f"{path.name} is one part of several; merge them with gguf-split --merge first.")
+
+    def _value(self, key: str, default: Any = REQUIRED) -> Any:
+        value = self._meta.get(key, default)
+        if value is REQUIRED:
+            raise CheckpointError(f"The GGUF file lacks the key {key}; convert the model anew with a current converter.")
+        return value
+
+    def _own(self, key: str, default: Any = REQUIRED) -> Any:
+        """A key of the architecture's own."""
+        return self._value(f"{self.architecture}.{key}", default)
+
+    def _size(self, key: str, default: Any = REQUIRED) -> int:
+        """A count that must be the same for all layers."""
+        value = self._own(key, default)
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise CheckpointError(f"{self.architecture}.{key} differs from layer to layer, which is not supported.")
+            value = value[0]
+        return int(value)
+
+    def config(self) -> Config:
+        """Sizes from ``<architecture>.*``."""
+        for key in ("expert_count", "attention.sliding_window"):
+            if self._own(key, 0):
+                raise CheckpointError(f"The model sets {self.architecture}.{key}, which is not supported.")
+        hidden, heads = self._size("embedding_length"), self._size("attention.head_count")
+        head_dim = self._size("attention.key_length", hidden // heads)
+        if self._size("attention.value_length", head_dim) != head_dim:
+            raise CheckpointError("Keys and values of different width are not supported.")
+        if self._size("rope.dimension_count", head_dim) != head_dim:
+            raise CheckpointError("Rotating only a part of each head (rope.dimension_count) is not supported.")
+        return Config(
+            layers=self._size("block_count"),
+            hidden=hidden,
+            heads=heads,
+            kv_heads=self._size("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            ff=self._size("feed_forward_length"),
+            vocab=len(self._value("tokenizer.ggml.tokens")),
+            eps=float(self._own("attention.layer_norm_rms_epsilon")),
+            rope_base=float(self._own("rope.freq_base", 10000.0)),
+            window=self._size("context_length"),
+            tied="output.weight" not in self.source.names(),
+            rope_scaling=self._scaling(),
+        )
+
+    def _scaling(self) -> RopeScaling | None:
+        if "rope_freqs.weight" in self.source.names():
+            return RopeScaling("factors")
+        kind = self._own("rope.scaling.type", "none")
+        # Files older than the key "type" carry a linear factor alone.
+        factor = float(self._own("rope.scaling.factor", self._own("rope.scale_linear", 1.0)))
+        if kind == "linear" or (kind == "none" and "rope.scaling.type" not in self._meta and factor != 1.0):
+            return RopeScaling("linear", factor)
+        if kind != "none":
+            raise CheckpointError(f"The model stretches its window by {kind} scaling, which is not supported.")
+        return None
+
+    def tokenizer_json(self) -> str:
+        """Built from ``tokenizer.ggml.*``."""
+        return tokenizer_json(self._meta)
+
+    def template(self) -> str:
+        """The chat template, "" when there is none."""
+        return str(self._value("tokenizer.chat_template", ""))
+
+    def special(self) -> dict[str, str]:
+        """The text of the tokens that the metadata names."""
+        tokens = self._value("tokenizer.ggml.tokens")
+        keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+        ids = {name: self._meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+        return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+
+    def end_ids(self) -> list[int]:
+        """eos, eot and eom of the metadata, and control tokens that end a turn by their text."""
+        named = (self._meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+        kinds = self._value("tokenizer.ggml.token_type", [])
+        texts = self._value("tokenizer.ggml.tokens")
+        by_text = {i for i, (text, kind) in enumerate(zip(texts, kinds, strict=False)) if kind == CONTROL}
+        return sorted({int(i) for i in named if i is not None} | {i for i in by_text if texts[i] in END_TEXTS})
+
+    def bos(self) -> tuple[bool, int | None]:
+        """Whether a prompt starts with it, and its id. Without the key it does where llama.cpp says so."""
+        bos = self._meta.get("tokenizer.ggml.bos_token_id")
+        usual = self._meta.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
+        add = bool(self._value("tokenizer.ggml.add_bos_token", usual))
+        return add and bos is not None, None if bos is None else int(bos)

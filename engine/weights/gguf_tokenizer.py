@@ -1,0 +1,123 @@
+"""A GGUF file's vocabulary as the JSON of the ``tokenizers`` package.
+
+Byte-level BPE only (``tokenizer.ggml.model`` "gpt2"). How text is cut before merging is not in the file, only a name for
+it; the rules behind the names are those of the models' own tokenizer.json and of llama.cpp (``llama-vocab.cpp``). A name
+that is not known here is refused: a tokenizer that is nearly right gives answers that are quietly worse. SentencePiece
+vocabularies ("llama") are refused too: ``tokenizers`` breaks ties between merges in another order, so ids could differ.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.weights.errors import CheckpointError
+
+CONTROL = 3
+USER_DEFINED = 4
+"""``tokenizer.ggml.token_type``: both are matched in text before anything else; control tokens are not shown."""
+
+_WORDS = "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)"
+_LLAMA3 = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+_QWEN2 = _LLAMA3.replace("\\p{N}{1,3}", "\\p{N}")
+
+
+def _byte_level(use_regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+
+
+def _cut(*patterns: str) -> dict[str, Any]:
+    """Cut by each pattern in turn, then go over to bytes."""
+    splits = [{"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in patterns]
+    return {"type": "Sequence", "pretokenizers": [*splits, _byte_level(False)]}
+
+
+_DIGITS = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(True)],
+}
+
+PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
+    "default": _cut("[\\p{P}\\$\\+<=>\\^~\\|]+", _WORDS, "\\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": _byte_level(True),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "llama-bpe": _cut(_LLAMA3),
+    "llama3": _cut(_LLAMA3),
+    "llama-v3": _cut(_LLAMA3),
+    "dbrx": _cut(_LLAMA3),
+    "qwen2": _cut(_QWEN2),
+    "deepseek-r1-qwen": _cut(_QWEN2),
+}
+"""By ``tokenizer.ggml.pre``."""
+
+NORMALISED = ("qwen2", "deepseek-r1-qwen")
+"""Families whose own tokenizer.json brings text to NFC first."""
+
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
+"""Families where a word that is itself in the vocabulary is taken whole, without merging (``ignore_merges``)."""
+
+
+def tokenizer_json(meta: dict[str, Any]) -> str:
+    """The tokenizer that ``meta`` (the file's metadata) describes. Raises CheckpointError for one not supported."""
+    model = meta.get("tokenizer.ggml.model", "none")
+    if model != "gpt2":
+        raise CheckpointError(
+            f"The GGUF file's vocabulary is of the type {model}, and only gpt2 (byte-level BPE) is supported; "
+            "use the model's safetensors folder, which carries its own tokenizer.json."
+        )
+    pre = str(meta.get("tokenizer.ggml.pre", "default"))
+    if pre not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"The GGUF file's pre-tokenizer {pre} is not known; known are {', '.join(PRE_TOKENIZERS)}. "
+            "Use the model's safetensors folder, which carries its own tokenizer.json."
+        )
+    if meta.get("tokenizer.ggml.add_space_prefix"):
+        raise CheckpointError("The GGUF file asks for a space before every text, which is not supported for gpt2.")
+    return json.dumps(_describe(meta, pre), ensure_ascii=False)
+
+
+def _describe(meta: dict[str, Any], pre: str) -> dict[str, Any]:
+    tokens = meta["tokenizer.ggml.tokens"]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, meta.get("tokenizer.ggml.token_type", [])),
+        "normalizer": {"type": "NFC"} if pre in NORMALISED else None,
+        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "post_processor": None,
+        "decoder": _byte_level(True),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre in WHOLE_WORDS,
+            "vocab": {token: i for i, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in meta["tokenizer.ggml.merges"]],
+        },
+    }
+
+
+def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": i,
+            "content": tokens[i],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for i, kind in enumerate(kinds)
+        if kind in (CONTROL, USER_DEFINED)
+    ]

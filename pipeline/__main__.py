@@ -1,0 +1,121 @@
+"""The ``tandem`` command: ``serve``, ``replay`` and ``table``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from engine.weights.embedded import embedded_model
+from pipeline import __version__
+from pipeline.replay import replay as replay_trace
+from pipeline.settings import Settings, failpoints, settings_options
+from pipeline.table import printed
+from pipeline.trace import TraceError
+
+
+@click.group()
+@click.version_option(__version__, prog_name="tandem")
+def main() -> None:
+    """An LLM server for one machine: any OpenAI client changes its base URL and works."""
+
+
+@main.command()
+def table() -> None:
+    """Print the tables: every state, trigger, guard and line."""
+    click.echo(printed())
+
+
+@main.command()
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--journal", is_flag=True, help="Print the journal the facts give, without comparing.")
+def replay(trace: Path, journal: bool) -> None:
+    """Drive a fresh core over a recorded TRACE and compare row for row."""
+    try:
+        report = replay_trace(trace, compare=not journal)
+    except TraceError as error:
+        raise click.ClickException(str(error)) from None
+    if journal:
+        click.echo("\n".join(str(step) for step in report.steps))
+        return
+    where = "" if report.complete else f" The recording dropped lines there: it replays to event {report.events}."
+    if report.difference is not None:
+        click.echo(str(report.difference))
+        sys.exit(1)
+    if report.events and not report.recorded:
+        click.echo(f"{report.events} events, but the trace holds no journal rows to compare with: see --journal.{where}")
+        sys.exit(1)
+    click.echo(f"{report.events} events, {report.recorded} rows: the same.{where}")
+
+
+@main.command()
+@settings_options
+def serve(**flags: Any) -> None:
+    """Serve one model over the OpenAI API."""
+    settings = Settings(**{name: tuple(v) if isinstance(v, list | tuple) else v for name, v in flags.items()})
+    path = _model_path(settings)
+    try:
+        failpoints(settings.failpoints)
+    except ValueError:
+        raise click.BadParameter("write name=n,name=n", param_hint="--failpoints") from None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    sys.setswitchinterval(0.0005)
+    sys.exit(asyncio.run(_serve(settings, path)))
+
+
+def _model_path(settings: Settings) -> Path:
+    """The checkpoint to serve; a sentence that says what to do when there is none."""
+    if settings.model:
+        path = Path(settings.model)
+        if not path.exists():
+            raise click.ClickException(f"--model {path}: no such file or folder.")
+        return path
+    path_or_none = embedded_model()
+    if path_or_none is None:
+        raise click.ClickException(
+            "No model: give one with --model (a GGUF file or a safetensors folder), or run `make model` to install "
+            "the embedded one."
+        )
+    return path_or_none
+
+
+async def _serve(settings: Settings, path: Path) -> int:
+    """Run until the last request has left."""
+    from pipeline.http.app import create_app
+    from pipeline.http.serve import serve as serve_http
+    from pipeline.runner import Runner
+
+    runner = Runner(settings, str(path), path.stem if path.suffix == ".gguf" else path.name)
+    stop_on_signals(runner)
+
+    def listening(port: int) -> None:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        logging.getLogger("tandem").info("[server] http://%s:%d/v1 · Dev view at /dev · %s", host, port, runner.model)
+
+    try:
+        runner.begin()
+        await serve_http(create_app(runner), settings, runner.exiting, listening)
+    finally:
+        runner.close()
+    return runner.exit_status
+
+
+def stop_on_signals(runner: Any) -> None:
+    """The first SIGTERM or SIGINT drains, the second stops at once."""
+    from pipeline.events import Draining, Shutdown
+
+    def asked() -> None:
+        runner.post(Shutdown() if runner.draining else Draining())
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""One client's request as the runner holds it: what the core must not see (body, prompt, text) and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from pipeline.outbox import Outbox
+
+if TYPE_CHECKING:
+    from engine.protocol import Sampling
+    from stages.judge import Judged
+    from stages.text import TextStage
+
+
+class Call:
+    """``name`` is 24 hex digits; ``created`` a Unix time in seconds. ``task`` is the HTTP handler, to be cut off."""
+
+    def __init__(self, request: int, name: str, route: str, created: int, seed: int) -> None:
+        self.request, self.name, self.route, self.created, self.seed = request, name, route, created, seed
+        self.stream = False
+        self.include_usage: bool | None = None
+        self.outbox = Outbox()
+        self.task: asyncio.Task[object] | None = None
+        self.judged: Judged | None = None
+        self.tokens: list[int] = []
+        self.sampling: Sampling | None = None
+        self.text: TextStage | None = None
+        self.pieces: dict[int, list[str]] = {}
+        self.message, self.param = "", None  # type: tuple[str, str | None]
+        self._verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def wants_body(self) -> bool:
+        """Whether the body is to be read; False when the request was refused on arrival."""
+        return await self._verdict
+
+    def decide(self, read: bool) -> None:
+        """Answer ``wants_body``; the first answer counts."""
+        if not self._verdict.done():
+            self._verdict.set_result(read)
+
+    def abort(self) -> None:
+        """Cut the client off: it does not read."""
+        if self.task is not None:
+            self.task.cancel()

@@ -1,0 +1,158 @@
+"""What is to be done: the core's answers, carried out by the runner. None holds text of a prompt or an answer.
+
+Client effects name a request, engine effects a run. Times are seconds on the core's clock.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Effect(msgspec.Struct, frozen=True, tag=True):
+    """Base: the class name is the tag."""
+
+
+class ReadBody(_Effect, frozen=True):
+    """Read and judge the body; answer with ``Checked``."""
+
+    request: int
+
+
+class Fetch(_Effect, frozen=True):
+    """Fetch its images; answer with ``Fetched``."""
+
+    request: int
+
+
+class Prepare(_Effect, frozen=True):
+    """Render and tokenise the prompt; answer with ``Prepared``."""
+
+    request: int
+
+
+class Measure(_Effect, frozen=True):
+    """Ask the engine for a memory reading before the prefill of ``rows`` rows."""
+
+    epoch: int
+    run: int
+    rows: int
+
+
+class StartRun(_Effect, frozen=True):
+    """Start ``run`` for a request in ``slot``, writing at most ``max_tokens``."""
+
+    epoch: int
+    run: int
+    request: int
+    slot: int
+    max_tokens: int
+
+
+class Acknowledge(_Effect, frozen=True):
+    """Tell the engine that the first ``n`` answer tokens were judged."""
+
+    epoch: int
+    run: int
+    n: int
+
+
+class CancelRun(_Effect, frozen=True):
+    """End a run; ``keep`` answer tokens' rows stay (None: those acknowledged)."""
+
+    epoch: int
+    run: int
+    keep: int | None = None
+
+
+class Send(_Effect, frozen=True):
+    """Send the piece of text behind ``handle``."""
+
+    request: int
+    handle: int
+
+
+class Line(_Effect, frozen=True):
+    """Send a comment line on the stream, opening it if needed. Dropped while text is pending."""
+
+    request: int
+    text: str
+
+
+class Finish(_Effect, frozen=True):
+    """End the request for its client: the last effect that names it.
+
+    ``code`` "" is a good end with finish word ``finish``. With a code: not ``opened``, it is ``status`` with the error
+    object; opened, one finish chunk (``finish`` is error or timeout) with the same object. ``retry_after`` 0: none.
+    """
+
+    request: int
+    finish: str
+    opened: bool
+    status: int = 200
+    code: str = ""
+    retry_after: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    queue_ms: float = 0.0
+    prompt_ms: float = 0.0
+    predicted_ms: float = 0.0
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+
+class Forget(_Effect, frozen=True):
+    """The client left: let go of everything held for the request."""
+
+    request: int
+    why: str
+
+
+class Log(_Effect, frozen=True):
+    """One line for the log."""
+
+    text: str
+
+
+class Spawn(_Effect, frozen=True):
+    """Start the engine process with this epoch."""
+
+    epoch: int
+
+
+class Kill(_Effect, frozen=True):
+    """Kill the engine process of this epoch; its death is posted as ``EngineDied``."""
+
+    epoch: int
+
+
+class WakeAt(_Effect, frozen=True):
+    """Post ``Tick`` at ``time``; the newest wish counts, ``inf`` takes it back."""
+
+    time: float
+
+
+class Exit(_Effect, frozen=True):
+    """Nobody is inside any more: stop the server with this status."""
+
+    status: int = 0
+
+
+Effect = (
+    ReadBody
+    | Fetch
+    | Prepare
+    | Measure
+    | StartRun
+    | Acknowledge
+    | CancelRun
+    | Send
+    | Line
+    | Finish
+    | Forget
+    | Log
+    | Spawn
+    | Kill
+    | WakeAt
+    | Exit
+)

@@ -1,0 +1,198 @@
+"""What can happen: the facts posted to the core. With their times they are the trace.
+
+No event carries text of a prompt or an answer, a header, a key or an address: counts, kinds, indices and handles only.
+A *handle* is the index of a piece of text the runner holds for that request. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, tag=True):
+    """Base: the class name is the tag."""
+
+
+class Received(_Event, frozen=True):
+    """A request's first event. ``seed`` and ``wall`` are the only chance and calendar it will ever have."""
+
+    request: int
+    name: str  # the public id, without its prefix: 24 hex digits
+    route: str  # "chat" or "completions"
+    body_bytes: int  # declared; 0 when the body is chunked
+    seed: int
+    wall: float
+
+
+class Checked(_Event, frozen=True):
+    """The body was read and judged. ``code`` is a word of the error table, "" when it is well formed.
+
+    ``param`` names the field: known names and indices, any other name as ``*``. ``max_tokens`` 0: none was asked for.
+    """
+
+    request: int
+    code: str = ""
+    param: str = ""
+    body_bytes: int = 0
+    stream: bool = False
+    messages: int = 0
+    max_tokens: int = 0
+
+
+class Fetched(_Event, frozen=True):
+    """Its images are here: ``images`` of them, ``left_out`` older ones replaced by a text."""
+
+    request: int
+    images: int = 0
+    left_out: int = 0
+
+
+class Prepared(_Event, frozen=True):
+    """The prompt is rendered and tokenised. ``code``: a word of the error table when it could not be."""
+
+    request: int
+    prompt_tokens: int = 0
+    code: str = ""
+    param: str = ""
+
+
+class Progress(_Event, frozen=True):
+    """One round went through the text stage. ``n`` answer tokens are judged; ``handle`` is the piece to send.
+
+    ``characters`` 0: nothing to send yet. ``stopped``: a stop string was found; then ``keep`` answer tokens lie wholly
+    before it and ``n`` is the count through it.
+    """
+
+    request: int
+    epoch: int
+    run: int
+    n: int
+    handle: int = -1
+    characters: int = 0
+    stopped: bool = False
+    keep: int = 0
+    ms: float = 0.0
+
+
+class HungUp(_Event, frozen=True):
+    """The client is gone. ``why``: closed, stalled (it did not read) or cut (its body never came whole)."""
+
+    request: int
+    why: str = "closed"
+
+
+class Faulted(_Event, frozen=True):
+    """A stage or handler of ours raised. ``where`` is our stage's name, ``error`` the exception's class."""
+
+    request: int
+    where: str
+    error: str
+
+
+class EngineLoading(_Event, frozen=True):
+    """Progress of a load."""
+
+    epoch: int
+    done: int
+    total: int
+
+
+class EngineDescribed(_Event, frozen=True):
+    """The checkpoint is known, its weights are not loaded yet. ``window`` in rows."""
+
+    epoch: int
+    window: int
+
+
+class EngineReady(_Event, frozen=True):
+    """The engine takes runs."""
+
+    epoch: int
+    load_s: float
+    safe_rows: int
+
+
+class EngineDied(_Event, frozen=True):
+    """The process ended, or could not be started. ``code`` is its exit status, negative for a signal."""
+
+    epoch: int
+    code: int
+
+
+class MemoryRead(_Event, frozen=True):
+    """A memory reading for the prefill of ``run``, in bytes."""
+
+    epoch: int
+    run: int
+    allocated: int
+    reserved: int
+    peak: int
+    workspace: int
+
+
+class ChunkDone(_Event, frozen=True):
+    """One prefill step: ``done`` of ``total`` rows, in ``ms``."""
+
+    epoch: int
+    run: int
+    done: int
+    total: int
+    ms: float
+
+
+class RunEnded(_Event, frozen=True):
+    """The engine ended a run. ``handle``/``characters``: what the text stage still held back and now lets go.
+
+    ``n`` counts the answer tokens whose text was judged (the engine's ``generated`` may be one round more).
+    """
+
+    epoch: int
+    run: int
+    reason: str
+    kept: int
+    n: int
+    handle: int = -1
+    characters: int = 0
+    why: str = ""
+
+
+class RunDeclined(_Event, frozen=True):
+    """The engine refused to start a run: busy, late, memory."""
+
+    epoch: int
+    run: int
+    reason: str
+
+
+class Tick(_Event, frozen=True):
+    """The time the core asked to be woken at has come."""
+
+
+class Draining(_Event, frozen=True):
+    """The server was asked to stop: who is inside finishes."""
+
+
+class Shutdown(_Event, frozen=True):
+    """Stop now: a second signal."""
+
+
+Event = (
+    Received
+    | Checked
+    | Fetched
+    | Prepared
+    | Progress
+    | HungUp
+    | Faulted
+    | EngineLoading
+    | EngineDescribed
+    | EngineReady
+    | EngineDied
+    | MemoryRead
+    | ChunkDone
+    | RunEnded
+    | RunDeclined
+    | Tick
+    | Draining
+    | Shutdown
+)

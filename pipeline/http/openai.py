@@ -1,0 +1,192 @@
+"""The two answering routes: a request's body in, its outbox out as a stream or as one JSON.
+
+How a client's leaving is seen: Quart cancels the task that serves it, whatever that task is doing. A ``finally`` in a
+generator does not cover it all (a stream cancelled before its first byte never enters its generator), so the hang-up is
+posted by the task's own end: over without the ``End`` of its answer means that the client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quart import Response, request
+
+from pipeline.effects import Finish
+from pipeline.http.chunks import Stream, public_id, whole
+from pipeline.http.contract import Call, Runner
+from pipeline.http.errors import as_json, drop_body, last_word, refusal
+from pipeline.http.wire import Connections, Wire
+from pipeline.outbox import End, Item, Text
+
+
+class Answers:
+    """Serves ``/v1/chat/completions`` and ``/v1/completions``."""
+
+    def __init__(self, runner: Runner, connections: Connections) -> None:
+        self._runner, self._connections = runner, connections
+
+    async def chat(self) -> Response:
+        """POST /v1/chat/completions"""
+        return await self._answer("chat")
+
+    async def completions(self) -> Response:
+        """POST /v1/completions"""
+        return await self._answer("completions")
+
+    async def _answer(self, route: str) -> Response:
+        declared = request.content_length or 0
+        if declared > self._runner.settings.max_body_mb << 20:
+            await drop_body()
+            return refusal("body_too_large")
+        call: Call = self._runner.receive(route, declared)
+        exchange = Exchange(self._runner, call, self._connections)
+        try:
+            response = await exchange.respond()
+        except Exception as error:
+            response = exchange.broke(error)
+        response.headers["X-Request-Id"] = public_id(route, call.name)
+        return response
+
+
+class Exchange:
+    """One request and its answer. It lives as long as the task that made it."""
+
+    def __init__(self, runner: Runner, call: Call, connections: Connections) -> None:
+        self._runner, self._call = runner, call
+        self._over = False  # its end is known here: nothing is left to hang up
+        self._sent = True  # what was begun was written: a connection that keeps something back is not worth keeping
+        task = asyncio.current_task()
+        assert task is not None
+        call.task = task
+        self._wire = Wire(connections.find(request.scope), task.cancel)
+        task.add_done_callback(self._done)
+
+    def _done(self, _task: asyncio.Task[Any]) -> None:
+        """The task is over: whole, broken, or cut because its client left or reads nothing."""
+        self._wire.close()
+        self._call.task = None
+        if not (self._over and self._sent):
+            self._wire.abort()
+        if not self._over:
+            self._runner.left(self._call)
+
+    async def respond(self) -> Response:
+        """The answer; a stream's headers leave with the first thing there is to say."""
+        call = self._call
+        first = asyncio.ensure_future(call.outbox.take())
+        try:
+            if not await call.wants_body():
+                await drop_body()
+            elif not await self._read_body(first):
+                return refusal("body_too_large")
+            items = await first
+        finally:
+            first.cancel()
+        if isinstance(items[0], End) and _has_status(items[0].figures):
+            return self._refused(items[0])
+        return self._streamed(items) if call.stream else await self._whole(items)
+
+    def broke(self, error: Exception) -> Response:
+        """A fault of ours before the answer began. The exception's text goes nowhere."""
+        self._over = True
+        self._runner.fault(self._call, "http", last_word(error))
+        return refusal("internal_error")
+
+    async def _read_body(self, verdict: asyncio.Future[list[Item]]) -> bool:
+        """Read the body and hand it over, unless the request is over first. False when it is too large."""
+        reading = asyncio.ensure_future(_body(self._runner.settings.max_body_mb << 20))
+        try:
+            either: set[asyncio.Future[Any]] = {reading, verdict}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                return True
+            body = reading.result()
+        finally:
+            reading.cancel()
+        if body is None:
+            self._over = True
+            self._runner.cut(self._call, "body_too_large")
+            await drop_body()
+            return False
+        self._runner.body(self._call, body)
+        return True
+
+    def _refused(self, end: End) -> Response:
+        self._over = True
+        figures = end.figures
+        return refusal(figures.code, end.message, end.param, figures.retry_after)
+
+    async def _whole(self, items: list[Item]) -> Response:
+        """Everything, once its end is there. Lines for waiting clients have no place here."""
+        call, text = self._call, []
+        while True:
+            for item in items:
+                if isinstance(item, Text):
+                    text += item.pieces
+                elif isinstance(item, End):
+                    return self._as_whole("".join(text), item)
+            items = await call.outbox.take()
+
+    def _as_whole(self, text: str, end: End) -> Response:
+        if _has_status(end.figures):
+            return self._refused(end)
+        self._over = True
+        call, runner = self._call, self._runner
+        return as_json(
+            whole(
+                route=call.route, name=call.name, created=call.created, model=runner.model, text=text, end=end,
+                words=runner.settings.finish_words,
+            )
+        )  # fmt: skip
+
+    def _streamed(self, items: list[Item]) -> Response:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        response = Response(self._pieces(items), 200, headers, content_type="text/event-stream; charset=utf-8")
+        response.timeout = None
+        self._sent = False
+        return response
+
+    async def _pieces(self, items: list[Item]) -> AsyncIterator[bytes]:
+        """The stream, one write a take. Quart's handler task runs this too, so the call's task stays the same."""
+        call, runner, settings = self._call, self._runner, self._runner.settings
+        call.task = asyncio.current_task()
+        stream = Stream(
+            route=call.route, name=call.name, created=call.created, model=runner.model,
+            include_usage=call.include_usage, usage_default=settings.usage_default, words=settings.finish_words,
+        )  # fmt: skip
+        try:
+            while True:
+                for block in stream.blocks(items):
+                    # Known over when its end is being written: what the core forgets then is no hang-up.
+                    self._over = stream.over
+                    call.outbox.sent(runner.now())
+                    self._wire.writing()
+                    yield block
+                    self._wire.written()
+                if stream.over:
+                    self._sent = True
+                    return
+                items = await call.outbox.take()
+        except Exception as error:
+            self.broke(error)
+            yield stream.broken()
+            self._sent = True
+
+
+def _has_status(end: Finish) -> bool:
+    """Whether an end is a refusal with a status of its own: nothing was sent yet, and no answer timed out."""
+    return bool(end.code) and not end.opened and end.status != 200
+
+
+async def _body(limit: int) -> bytes | None:
+    """The request's body; None when it is over ``limit`` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    async for data in request.body:
+        size += len(data)
+        if size > limit:
+            return None
+        parts.append(data)
+    return b"".join(parts)

@@ -1,0 +1,433 @@
+"""The runner: the one place with a clock, threads, and the engine's pipe. It posts facts to the core and carries out effects.
+
+Everything here runs on one event loop. A fact that comes from elsewhere (the engine's reader thread, the pool) is posted
+through ``call_soon_threadsafe``. Posting while effects are carried out queues the fact behind them, so the core sees one
+fact at a time. No text of a request leaves this module but to its own client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from engine import protocol as wire
+from engine.link import Died, EngineLink
+from pipeline import __version__, view
+from pipeline import effects as do
+from pipeline import events as ev
+from pipeline.call import Call
+from pipeline.core import Core
+from pipeline.outbox import Comment, End, Text
+from pipeline.settings import Settings, failpoints, policy
+from pipeline.trace import Header, Recorder
+from stages.judge import Judged, Rules, judge, sampling
+from stages.prompt import Renderer
+from stages.refusal import Refusal, masked
+from stages.text import TextStage
+
+log = logging.getLogger("tandem")
+
+
+class Runner:
+    """Drives one core. ``model`` is the served model's id, ``path`` where its checkpoint lies."""
+
+    def __init__(self, settings: Settings, path: str, model: str) -> None:
+        self.settings, self.path, self.model = settings, path, model
+        self.core = Core(policy(settings))
+        self.exiting = asyncio.Event()
+        self.exit_status = 0
+        self.version = 0
+        self.described: wire.Described | None = None
+        self.loaded: wire.Ready | None = None
+        self.lag_ms = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._zero = time.monotonic()
+        self._calls: dict[int, Call] = {}
+        self._runs: dict[int, Call] = {}
+        self._link: EngineLink | None = None
+        self._renderer: asyncio.Future[Renderer] = self._loop.create_future()
+        self._inbox: deque[ev.Event] = deque()
+        self._busy = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._next = 1
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._recorder = self._record()
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._do: dict[type, Callable[[Any], None]] = {
+            do.ReadBody: lambda e: self._calls[e.request].decide(True),
+            do.Fetch: lambda e: self.post(ev.Fetched(e.request)),
+            do.Prepare: lambda e: self._spawn(self._prepare(self._calls[e.request])),
+            do.Measure: lambda e: self._tell(wire.Measure(e.epoch, e.run, e.rows)),
+            do.StartRun: self._start_run,
+            do.Acknowledge: lambda e: self._tell(wire.Seen(e.epoch, e.run, e.n)),
+            do.CancelRun: self._cancel_run,
+            do.Send: self._send,
+            do.Line: self._line,
+            do.Finish: self._finish,
+            do.Forget: self._forget,
+            do.Log: lambda e: log.info(e.text),
+            do.Spawn: self._spawn_engine,
+            do.Kill: lambda e: self._link.kill() if self._link is not None else None,
+            do.WakeAt: self._wake_at,
+            do.Exit: self._exit,
+        }
+
+    # -- the loop: facts in, effects out ---------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds since the start, on the core's clock."""
+        return time.monotonic() - self._zero
+
+    def begin(self) -> None:
+        """Start the engine and the loop's own watch."""
+        self._zero = time.monotonic()
+        self._carry_out(self.core.begin(0.0))
+        self._spawn(self._watch())
+
+    def post(self, event: ev.Event) -> None:
+        """Post a fact; its effects are carried out before this returns, unless others are being carried out."""
+        self._inbox.append(event)
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._inbox:
+                self._handle(self._inbox.popleft())
+        finally:
+            self._busy = False
+
+    def _handle(self, event: ev.Event) -> None:
+        now = self.now()
+        effects = self.core.handle(event, now)
+        steps = self.core.take_steps()
+        self.version += 1
+        if self._recorder is not None:
+            self._recorder.event(event, now, steps)
+            if self._recorder.wants_rotation():
+                self._recorder.rotate(self.core.memory)
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: list[do.Effect]) -> None:
+        for effect in effects:
+            self._do[type(effect)](effect)
+
+    def _wake_at(self, effect: do.WakeAt) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if effect.time != inf:
+            self._timer = self._loop.call_at(self._zero + effect.time, self._tick)
+
+    def _tick(self) -> None:
+        """The loop may wake a hair early: the core's time has to have come."""
+        wake = self.core.memory.wake
+        if wake is not None and self.now() < wake:
+            self._timer = self._loop.call_at(self._zero + wake + 0.001, self._tick)
+        else:
+            self.post(ev.Tick())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self) -> None:
+        """Measure the loop's lag, and end clients that do not read."""
+        while True:
+            due = self._loop.time() + 0.5
+            await asyncio.sleep(0.5)
+            self.lag_ms = max(0.0, (self._loop.time() - due) * 1_000)
+            now = self.now()
+            for call in [c for c in self._calls.values() if c.outbox.stalled(now)]:
+                self._stalled(call)
+
+    # -- what HTTP calls -------------------------------------------------------------------------------------------
+
+    def receive(self, route: str, body_bytes: int) -> Call:
+        """A request's route matched and its key passed. Ids, seed and calendar enter here and nowhere else."""
+        request, self._next = self._next, self._next + 1
+        wall = time.time()
+        call = Call(request, secrets.token_hex(12), route, int(wall), secrets.randbits(63))
+        self._calls[request] = call
+        self.post(ev.Received(request, call.name, route, body_bytes, call.seed, wall))
+        return call
+
+    def body(self, call: Call, body: bytes) -> None:
+        """The body came whole: judge it in the pool."""
+        if self._recorder is not None:
+            self._recorder.text({"request": call.request, "body": body.decode("utf-8", "replace")})
+        self._spawn(self._judge(call, body))
+
+    def cut(self, call: Call, code: str) -> None:
+        """The body was too large, or never came whole: HTTP has answered."""
+        self.left(call, f"cut: {code}")
+
+    def left(self, call: Call, why: str = "closed") -> None:
+        """The client is gone. Nothing happens when its request is over."""
+        if call.request in self._calls:
+            self.post(ev.HungUp(call.request, why))
+
+    def fault(self, call: Call, where: str, error: str) -> None:
+        """A handler of ours raised."""
+        if call.request in self._calls:
+            self.post(ev.Faulted(call.request, where, error))
+
+    @property
+    def window(self) -> int:
+        """Rows; 0 until the checkpoint is known."""
+        return self.core.memory.engine.window
+
+    @property
+    def engine_state(self) -> str:
+        """The engine's state as a word."""
+        return self.core.memory.engine.state.value
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server was asked to stop."""
+        return self.core.memory.draining
+
+    def view(self) -> dict[str, Any]:
+        """The live state, for /health and the Dev view."""
+        return view.view(self)
+
+    # -- preparation -----------------------------------------------------------------------------------------------
+
+    def rules(self) -> Rules:
+        """What the judge has to know of the server."""
+        return Rules(strict_model=self.settings.strict_model, model=self.model)
+
+    async def _judge(self, call: Call, body: bytes) -> None:
+        try:
+            judged = await self._loop.run_in_executor(self._pool, judge, call.route, body, self.rules())
+        except Exception as error:
+            self.fault(call, "judge", type(error).__name__)
+            return
+        self._judged(call, judged, len(body))
+
+    def _judged(self, call: Call, judged: Judged, size: int) -> None:
+        call.judged, call.stream, call.include_usage = judged, judged.stream, judged.include_usage
+        code, param = self._refused(call, judged.refusal)
+        self.post(
+            ev.Checked(
+                call.request, code, param, size, judged.stream, judged.messages, judged.max_tokens,
+            )
+        )  # fmt: skip
+
+    @staticmethod
+    def _refused(call: Call, refusal: Refusal | None) -> tuple[str, str]:
+        """Keep a refusal's words for the client; the trace gets its code and the masked field."""
+        if refusal is None:
+            return "", ""
+        call.message, call.param = refusal.text, refusal.param
+        return refusal.code, masked(refusal.param) if refusal.param else ""
+
+    async def _prepare(self, call: Call) -> None:
+        """Render and tokenise, once the checkpoint is known."""
+        assert call.judged is not None and call.judged.request is not None
+        try:
+            renderer = await asyncio.shield(self._renderer)
+            prompt = await self._loop.run_in_executor(
+                self._pool, renderer.prompt, call.judged.request, float(call.created)
+            )
+            call.sampling = sampling(call.judged.request, call.seed)
+            call.text = TextStage(renderer.pieces, call.judged.stops)
+        except Exception as error:
+            self.fault(call, "prompt", type(error).__name__)
+            return
+        if isinstance(prompt, Refusal):
+            code, param = self._refused(call, prompt)
+            self.post(ev.Prepared(call.request, 0, code, param))
+            return
+        call.tokens = prompt
+        self.post(ev.Prepared(call.request, len(prompt)))
+
+    # -- effects on the engine ---------------------------------------------------------------------------------------
+
+    def _spawn_engine(self, effect: do.Spawn) -> None:
+        settings = self.settings
+        self._runs.clear()
+        config = wire.Config(
+            epoch=effect.epoch, model=self.path, device=settings.device, threads=settings.threads,
+            max_len=settings.max_len, safe_rows=settings.safe_rows, prefix_chunk=settings.prefix_chunk,
+            script=settings.script, failpoints=failpoints(settings.failpoints),
+        )  # fmt: skip
+        self._link = EngineLink(config, self._from_thread)
+        self._link.start()
+
+    def _from_thread(self, message: wire.FromEngine | Died) -> None:
+        """Called by the link's reader thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._from_engine, message)
+        except RuntimeError:
+            log.debug("the loop is closed")
+
+    def _tell(self, message: wire.ToEngine) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    def _start_run(self, effect: do.StartRun) -> None:
+        call = self._calls[effect.request]
+        assert call.sampling is not None and self.described is not None
+        self._runs[effect.run] = call
+        if self._recorder is not None:
+            self._recorder.text({"request": effect.request, "prompt": call.tokens})
+        self._tell(
+            wire.Start(
+                effect.epoch, effect.run, effect.slot, call.tokens, call.sampling, effect.max_tokens,
+                self.described.end_ids,
+            )
+        )  # fmt: skip
+
+    def _cancel_run(self, effect: do.CancelRun) -> None:
+        """What the engine still says of this run's text is nobody's any more."""
+        self._runs.pop(effect.run, None)
+        self._tell(wire.Cancel(effect.epoch, effect.run, effect.keep))
+
+    # -- facts from the engine -----------------------------------------------------------------------------------------
+
+    def _from_engine(self, message: wire.FromEngine | Died) -> None:
+        match message:
+            case wire.Tokens():
+                self._tokens(message)
+            case wire.Chunk():
+                self.post(ev.ChunkDone(message.epoch, message.run, message.done, message.total, message.ms))
+            case wire.Ended():
+                self._ended(message)
+            case wire.Declined():
+                self._runs.pop(message.run, None)
+                self.post(ev.RunDeclined(message.epoch, message.run, message.reason))
+            case wire.Memory():
+                self.post(ev.MemoryRead(*msgspec.structs.astuple(message)))
+            case wire.Loading():
+                self.post(ev.EngineLoading(message.epoch, message.done, message.total))
+            case wire.Described():
+                self._spawn(self._describe(message))
+            case wire.Ready():
+                self.loaded = message
+                self._spawn(self._ready(message))
+            case Died():
+                self.post(ev.EngineDied(message.epoch, message.code))
+
+    async def _describe(self, message: wire.Described) -> None:
+        """Build the renderer off the loop, once for each checkpoint."""
+        known = self.described is not None and self.described.tokenizer == message.tokenizer
+        self.described = message
+        if not known:
+            renderer = await self._loop.run_in_executor(self._pool, Renderer, message)
+            if self._renderer.done():
+                self._renderer = self._loop.create_future()
+            self._renderer.set_result(renderer)
+        self.post(ev.EngineDescribed(message.epoch, message.window))
+
+    async def _ready(self, message: wire.Ready) -> None:
+        await asyncio.shield(self._renderer)
+        self.post(ev.EngineReady(message.epoch, message.load_s, message.safe_rows))
+
+    def _tokens(self, message: wire.Tokens) -> None:
+        """Through the text stage; the core answers with what to send and how far the engine may go."""
+        call = self._runs.get(message.run)
+        if call is None or call.text is None or message.epoch != self.core.memory.engine.epoch:
+            return
+        if self._recorder is not None:
+            self._recorder.text({"run": message.run, "ids": message.ids})
+        try:
+            piece = call.text.push(message.ids)
+        except Exception as error:
+            self.fault(call, "text", type(error).__name__)
+            return
+        handle = self._keep(call, piece.parts)
+        self.post(
+            ev.Progress(
+                call.request, message.epoch, message.run, piece.n, handle, piece.characters, piece.stopped, piece.keep,
+                message.ms,
+            )
+        )  # fmt: skip
+
+    def _ended(self, message: wire.Ended) -> None:
+        call = self._runs.pop(message.run, None)
+        n, handle, characters = message.generated, -1, 0
+        if call is not None and call.text is not None and message.reason in ("stop", "length"):
+            piece = call.text.finish()
+            n, characters = piece.n, piece.characters
+            handle = self._keep(call, piece.parts)
+        self.post(
+            ev.RunEnded(message.epoch, message.run, message.reason, message.kept, n, handle, characters, message.why)
+        )
+
+    @staticmethod
+    def _keep(call: Call, parts: list[str]) -> int:
+        """Hold a piece of text until the core says to send it."""
+        handle = len(call.pieces)
+        call.pieces[handle] = parts
+        return handle
+
+    # -- effects on a client ---------------------------------------------------------------------------------------------
+
+    def _send(self, effect: do.Send) -> None:
+        call = self._calls[effect.request]
+        parts, call.pieces[effect.handle] = call.pieces[effect.handle], []
+        if not call.outbox.put(Text(parts), self.now()):
+            self._stalled(call)
+
+    def _stalled(self, call: Call) -> None:
+        self.post(ev.HungUp(call.request, "stalled"))
+        call.abort()
+
+    def _line(self, effect: do.Line) -> None:
+        self._calls[effect.request].outbox.put(Comment(effect.text), self.now())
+
+    def _finish(self, effect: do.Finish) -> None:
+        call = self._calls.pop(effect.request)
+        if effect.code == "context_length_exceeded":
+            call.param = "messages" if call.route == "chat" else "prompt"
+            call.message = (
+                f"The prompt has {effect.prompt_tokens} tokens and the model's window is {self.window}; at least one "
+                "must be left for the answer. Shorten the prompt."
+            )
+        call.outbox.put(End(effect, call.message, call.param), self.now())
+        call.decide(False)
+
+    def _forget(self, effect: do.Forget) -> None:
+        call = self._calls.pop(effect.request)
+        call.decide(False)
+
+    # -- start and stop ----------------------------------------------------------------------------------------------------
+
+    def _record(self) -> Recorder | None:
+        settings = self.settings
+        if not settings.trace:
+            return None
+        header = Header(
+            tandem=__version__, engine="scripted" if settings.script else "torch", torch=torch.__version__,
+            level=settings.trace_level, wall=time.time(), recorded_by=settings.trace_note,
+            policy=policy(settings), settings=settings.public(),
+        )  # fmt: skip
+        return Recorder(Path(settings.trace), header, int(settings.trace_rotate_mb * (1 << 20)))
+
+    def _exit(self, effect: do.Exit) -> None:
+        self.exit_status = effect.status
+        self.exiting.set()
+
+    def close(self) -> None:
+        """Stop the engine and the recording."""
+        for task in list(self._tasks):
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._link is not None:
+            self._link.close(5.0)
+        if self._recorder is not None:
+            self._recorder.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,67 @@
+"""A request's figures at its end: for its client, for the counts and for its one log line. No text of it anywhere."""
+
+from __future__ import annotations
+
+from pipeline.effects import Finish
+from pipeline.outcomes import Outcome
+from pipeline.request import Counts, Request
+
+
+def _ms(start: float | None, end: float | None) -> float:
+    """Milliseconds between two times; 0 when either never came."""
+    return 0.0 if start is None or end is None else round((end - start) * 1_000, 3)
+
+
+def finish(request: Request, outcome: Outcome, now: float) -> Finish:
+    """What the client is told."""
+    return Finish(
+        request=request.id,
+        finish=outcome.finish,
+        opened=request.opened,
+        status=outcome.status,
+        code=outcome.code,
+        retry_after=outcome.retry_after,
+        prompt_tokens=request.prompt_tokens,
+        completion_tokens=request.completion_tokens,
+        queue_ms=_ms(request.received_at, request.admitted_at if request.admitted_at is not None else now),
+        prompt_ms=_ms(request.prefill_at, request.first_token_at if request.first_token_at is not None else now),
+        predicted_ms=_ms(request.first_token_at, now),
+        ttft_ms=_ms(request.received_at, request.first_token_at),
+        total_ms=_ms(request.received_at, now),
+    )
+
+
+def rate(request: Request, now: float) -> float:
+    """Tokens a second of the answer, by its second to last token; 0 before there are two."""
+    if request.first_token_at is None or request.completion_tokens < 2 or now <= request.first_token_at:
+        return 0.0
+    return (request.completion_tokens - 1) / (now - request.first_token_at)
+
+
+def log_line(request: Request, now: float) -> str:
+    """P1: one line a request."""
+    kind = "stream" if request.stream else "json"
+    line = (
+        f"[req] {request.name} {request.route} {kind} prompt={request.prompt_tokens} "
+        f"completion={request.completion_tokens} finish={request.outcome} ms={_ms(request.received_at, now):.0f} "
+        f"tok/s={rate(request, now):.1f} queue_ms={_ms(request.received_at, request.admitted_at):.0f}"
+    )
+    if request.param:
+        line += f" param={request.param}"
+    if request.outcome == "abandoned":
+        line += f" why={request.end_reason} row={request.row}"
+    return line
+
+
+def count(counts: Counts, request: Request, outcome: Outcome) -> None:
+    """Add an ended request to the counts."""
+    if not outcome.code:
+        counts.served += 1
+    elif outcome.finish == "timeout":
+        counts.timeouts += 1
+    elif outcome.code in ("internal_error", "engine_restarting", "shutting_down") and request.admitted_at is not None:
+        counts.errors += 1
+    elif outcome.code == "internal_error":
+        counts.errors += 1
+    else:
+        counts.refused += 1

@@ -1,0 +1,246 @@
+"""The tables: every state, every trigger, every guard, every line. Nothing changes a state anywhere else.
+
+Two rules. A row fires when its record is in one of its sources, its trigger is fired, and its guard (if it has one) says
+yes; rows of one (state, trigger) group are tried in the order written. The last row of every group has no guard, so no
+trigger fails silently: every refusal, wait and status line is a named row in the journal. A pair (state, trigger) with no
+row is ``Illegal`` and changes nothing.
+
+Theory of operation. A request walks ``received → validated → image_fetched → queued → admitted → prefilling → decoding →
+finished``; from every live state it may end in ``abandoned`` when its client left. Refusal, length, time-out and error are
+outcomes of ``finished``, told by the row that fired (``pipeline/outcomes.py``). A slot is taken by an admitted request and
+is free again only when the engine said so. The engine is a process that starts, may fall silent, may be lost, and starts
+again; three failed starts in a minute are ``failed``, and then a new request tries again now and then.
+
+Guards are pure: they read the record and the ``Facts`` the core computed before it fired. ``dest=None`` stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pipeline.request import Engine, Facts, Request, Slot, due
+from pipeline.states import EngineState, RequestState, SlotState, Trigger
+
+Guard = Callable[[Any, Facts], bool]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One row. ``dest`` None stays; ``says`` is the line a person sees, in the log, the Dev view or the README."""
+
+    name: str
+    sources: tuple[Any, ...]
+    trigger: Trigger
+    guard: Guard | None = None
+    dest: Any = None
+    says: str
+
+
+# -- guards of a request --------------------------------------------------------------------------------------------
+
+MALFORMED = ("invalid_json",)
+UNKNOWN_MODEL = ("model_not_found",)
+REFUSED = ("unsupported_parameter", "unsupported_value", "unsupported_schema")
+
+
+def draining(_request: Request, facts: Facts) -> bool:
+    """The server was asked to stop."""
+    return facts.draining
+
+
+def live_full(request: Request, facts: Facts) -> bool:
+    """Too many requests, or too many bytes of them, are before the queue."""
+    return facts.before_queue > facts.max_live or facts.bodies > facts.max_bodies
+
+
+def queue_full(_request: Request, facts: Facts) -> bool:
+    """As many requests wait as may, and no slot is free for one more."""
+    return facts.waiting >= facts.max_queue and not (facts.waiting == 0 and facts.free_slots > 0)
+
+
+def engine_failed(_request: Request, facts: Facts) -> bool:
+    """The engine failed to start three times in a minute."""
+    return facts.engine is EngineState.failed
+
+
+def bad_json(request: Request, _facts: Facts) -> bool:
+    """The body is no JSON object."""
+    return request.code in MALFORMED
+
+
+def unknown_model(request: Request, _facts: Facts) -> bool:
+    """The named model is not served here."""
+    return request.code in UNKNOWN_MODEL
+
+
+def refused_field(request: Request, _facts: Facts) -> bool:
+    """A field, or a value of one, that is not served."""
+    return request.code in REFUSED
+
+
+def bad_shape(request: Request, _facts: Facts) -> bool:
+    """A field is missing, has the wrong type or a value out of range."""
+    return request.code != "" and request.code not in (*MALFORMED, *UNKNOWN_MODEL, *REFUSED)
+
+
+def no_token(request: Request, _facts: Facts) -> bool:
+    """The prompt could not be rendered, or renders to no token."""
+    return request.code != "" or request.prompt_tokens == 0
+
+
+def over_window(request: Request, facts: Facts) -> bool:
+    """The prompt leaves no room for a single answer token."""
+    return request.prompt_tokens + 1 > facts.window
+
+
+def has_slot(_request: Request, facts: Facts) -> bool:
+    """The engine is ready, a slot is free, and nobody waits in front."""
+    return facts.engine is EngineState.ready and facts.free_slots > 0 and facts.position == 1
+
+
+def line_due(request: Request, facts: Facts) -> bool:
+    """A status line is due on an open-ended stream, and the engine advances (or is starting)."""
+    return request.stream and facts.advancing and facts.now >= due(request.line_at)
+
+
+def at_limit(request: Request, _facts: Facts) -> bool:
+    """The answer reached its limit."""
+    return request.end_reason == "length"
+
+
+# -- guards of a slot and of the engine -----------------------------------------------------------------------------
+
+
+def not_started(slot: Slot, _facts: Facts) -> bool:
+    """No start was sent to the engine."""
+    return not slot.started
+
+
+def third_failure(_engine: Engine, facts: Facts) -> bool:
+    """Three starts failed within a minute."""
+    return facts.failures >= 3
+
+
+def too_soon(_engine: Engine, facts: Facts) -> bool:
+    """The last start was tried only just now."""
+    return facts.since_start < facts.retry_after
+
+
+# -- the request's table ---------------------------------------------------------------------------------------------
+
+R, T = RequestState, Trigger
+BEFORE_SLOT = (R.received, R.validated, R.image_fetched, R.queued)
+RUNNING = (R.prefilling, R.decoding)
+LIVE = (*BEFORE_SLOT, R.admitted, *RUNNING)
+
+
+def _row(name: str, sources: Any, trigger: Trigger, guard: Guard | None, dest: Any, says: str) -> Row:
+    """A row, written on one line."""
+    sources = sources if isinstance(sources, tuple) else (sources,)
+    return Row(name=name, sources=sources, trigger=trigger, guard=guard, dest=dest, says=says)
+
+
+ROWS: tuple[Row, ...] = (
+    _row("refused_draining", R.received, T.arrive, draining, R.finished, "503 at once: the server is stopping"),
+    _row("refused_live_full", R.received, T.arrive, live_full, R.finished, "503 at once: too many are being read"),
+    _row("refused_queue_full", R.received, T.arrive, queue_full, R.finished, "503 at once: the queue is full"),
+    _row("refused_engine_failed", R.received, T.arrive, engine_failed, R.finished, "503 at once: the engine failed"),
+    _row("arrived", R.received, T.arrive, None, None, "reading the body"),
+    _row("bad_json", R.received, T.check, bad_json, R.finished, "400: the body is no JSON object"),
+    _row("unknown_model", R.received, T.check, unknown_model, R.finished, "404: no such model"),
+    _row("bad_shape", R.received, T.check, bad_shape, R.finished, "400, names the field"),
+    _row("refused_field", R.received, T.check, refused_field, R.finished, "400: the field is not served"),
+    _row("well_formed", R.received, T.check, None, R.validated, "well formed"),
+    _row("fetched", R.validated, T.fetch, None, R.image_fetched, "images are here"),
+    _row("no_token", R.image_fetched, T.enqueue, no_token, R.finished, "400: no prompt"),
+    _row("over_window", R.image_fetched, T.enqueue, over_window, R.finished, "400: longer than the window"),
+    _row("queue_filled", R.image_fetched, T.enqueue, queue_full, R.finished, "503: the queue filled meanwhile"),
+    _row("queued", R.image_fetched, T.enqueue, None, R.queued, "queued"),
+    _row("admitted", R.queued, T.offer, has_slot, R.admitted, "has a slot"),
+    _row("must_wait", R.queued, T.offer, None, None, "waits for a slot"),
+    _row("waiting_line", (R.queued, R.admitted), T.tick, line_due, None, ": waiting, position p, w s so far"),
+    _row("waits_silently", (R.queued, R.admitted), T.tick, None, None, "no line while the engine stands still"),
+    _row("fits", R.admitted, T.gate, None, R.prefilling, "fits in memory"),
+    _row("prefill_line", R.prefilling, T.chunk, line_due, None, ": prefill done/total"),
+    _row("chunk_done", R.prefilling, T.chunk, None, None, "a prefill step is done"),
+    _row("answering", R.prefilling, T.first_token, None, R.decoding, "answering"),
+    _row("at_limit", R.decoding, T.end, at_limit, R.finished, "length"),
+    _row("stopped", R.decoding, T.end, None, R.finished, "stop"),
+    _row("waited_out", BEFORE_SLOT, T.deadline, None, R.finished, "429: no slot in time"),
+    _row("ran_out", (R.admitted, *RUNNING), T.deadline, None, R.finished, "timeout: what was written stands"),
+    _row("engine_failed", BEFORE_SLOT, T.engine_lost, engine_failed, R.finished, "503: the engine failed"),
+    _row("keeps_place", BEFORE_SLOT, T.engine_lost, None, None, "the model starts again, the place is kept"),
+    _row("requeued", R.admitted, T.engine_lost, None, R.queued, "nothing had run, the place is kept"),
+    _row("engine_lost", RUNNING, T.engine_lost, None, R.finished, "503 or error: the engine was lost; never run again"),
+    _row("faulted", LIVE, T.fault, None, R.finished, "500: ours"),
+    _row("shut_down", LIVE, T.shutdown, None, R.finished, "503 or error: the drain's time is over"),
+    _row("hung_up", LIVE, T.hang_up, None, R.abandoned, "abandoned, never an error"),
+)
+
+# -- the slot's table --------------------------------------------------------------------------------------------------
+
+S = SlotState
+
+SLOT_ROWS: tuple[Row, ...] = (
+    _row("taken", S.free, T.take, None, S.busy, "holds a request"),
+    _row("given_back", S.busy, T.let_go, not_started, S.free, "nothing was started"),
+    _row("let_go", S.busy, T.let_go, None, S.ending, "its request is over, the engine not yet"),
+    _row("run_ended", S.busy, T.ended, None, S.free, "the run ended, rows kept"),
+    _row("wound_down", S.ending, T.ended, None, S.free, "the engine let go, rows kept"),
+    _row("run_declined", (S.busy, S.ending), T.declined, None, S.free, "the engine refused the run"),
+    _row("new_epoch", (S.free, S.busy, S.ending), T.epoch, None, S.free, "the engine starts again"),
+)
+
+# -- the engine's table ------------------------------------------------------------------------------------------------
+
+E = EngineState
+
+ENGINE_ROWS: tuple[Row, ...] = (
+    _row("loaded", E.starting, T.ready, None, E.ready, "the model is loaded"),
+    _row("went_quiet", E.ready, T.quiet, None, E.silent, "a run is live and nothing was heard: health is red"),
+    _row("heard_again", E.silent, T.heard, None, E.ready, "heard again"),
+    _row("given_up", (E.starting, E.silent), T.give_up, None, E.lost, "killed: silent, or a load that stood still"),
+    _row("died", (E.starting, E.ready, E.silent), T.died, None, E.lost, "the process ended"),
+    _row("third_failure", E.lost, T.restart, third_failure, E.failed, "three failed starts in a minute"),
+    _row("restarted", E.lost, T.restart, None, E.starting, "starts again"),
+    _row("too_soon", E.failed, T.restart, too_soon, None, "tried again only just now"),
+    _row("tried_again", E.failed, T.restart, None, E.starting, "a new request tries again"),
+)
+
+TABLES: dict[str, tuple[Row, ...]] = {"request": ROWS, "slot": SLOT_ROWS, "engine": ENGINE_ROWS}
+STATES: dict[str, Any] = {"request": RequestState, "slot": SlotState, "engine": EngineState}
+ENDED = (RequestState.finished, RequestState.abandoned)
+
+
+def drawing() -> str:
+    """The request's way through the states, printed from the table (the README shows it, a test compares)."""
+    moves: dict[Any, list[Any]] = {}
+    for row in ROWS:
+        for source in row.sources:
+            if row.dest is not None and row.dest not in moves.setdefault(source, []):
+                moves[source].append(row.dest)
+    main, state = [R.received], R.received
+    while state is not R.finished:
+        state = next(d for d in moves[state] if d not in ENDED and d not in main) if state is not R.decoding else R.finished
+        main.append(state)
+    back = [f"{s.value} → {d.value}" for s in main[:-1] for d in moves[s] if d in main and main.index(d) < main.index(s)]
+    every = all(R.finished in moves[s] and R.abandoned in moves[s] for s in LIVE)
+    lines = [" → ".join(s.value for s in main), *back]
+    if every:
+        lines.append("every live state → finished (refused, timeout, error) · → abandoned (the client left)")
+    return "\n".join(lines)
+
+
+def printed() -> str:
+    """All three tables as text: state, trigger, guard, destination, name, line."""
+    out = [drawing()]
+    for life, rows in TABLES.items():
+        out.append(f"\n{life}")
+        for row in rows:
+            guard = row.guard.__name__ if row.guard else "–"
+            sources = ", ".join(s.value for s in row.sources) if len(row.sources) < 7 else "every live"
+            dest = row.dest.value if row.dest else "·"
+            out.append(f"  {sources:<46} {row.trigger.value:<12} {guard:<14} → {dest:<14} {row.name}: {row.says}")
+    return "\n".join(out)

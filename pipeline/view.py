@@ -1,0 +1,102 @@
+"""The live state as plain values: for ``/health``, the Dev view and nothing that decides. No text of any request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pipeline.request import Memory, Request
+from pipeline.states import RequestState
+from pipeline.summary import rate
+
+if TYPE_CHECKING:
+    from pipeline.runner import Runner
+
+WAITS = (RequestState.queued,)
+RUNS = (RequestState.admitted, RequestState.prefilling, RequestState.decoding)
+
+
+def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]:
+    """One request, live or ended. Times in seconds since the server's start but ``age_s`` and ``*_ms``."""
+    end = request.ended_at if request.ended_at is not None else now
+    position = memory.queue.index(request.id) + 1 if request.id in memory.queue else 0
+
+    def span(start: float | None, stop: float | None) -> float:
+        return 0.0 if start is None else 1_000 * ((stop if stop is not None else end) - start)
+
+    return {
+        "id": request.id,
+        "name": request.name,
+        "route": request.route,
+        "state": request.state.value,
+        "row": request.row,
+        "stream": request.stream,
+        "age_s": end - request.received_at,
+        "prompt_tokens": request.prompt_tokens,
+        "done": request.rows_done,
+        "total": request.prompt_tokens,
+        "completion_tokens": request.completion_tokens,
+        "max_tokens": request.max_tokens,
+        "position": position,
+        "line": request.line,
+        "tokens_s": rate(request, end),
+        "history": request.history,
+        "outcome": request.outcome,
+        "queue_ms": span(request.received_at, request.admitted_at),
+        "prompt_ms": span(request.prefill_at, request.first_token_at),
+        "decode_ms": span(request.first_token_at, None),
+        "total_ms": 1_000 * (end - request.received_at),
+    }
+
+
+def counts(memory: Memory) -> dict[str, int]:
+    """How many wait and run, and how the others ended."""
+    states = [request.state for request in memory.requests.values()]
+    return {
+        "waiting": sum(state in WAITS for state in states),
+        "running": sum(state in RUNS for state in states),
+        **msgspec.to_builtins(memory.counts),
+    }
+
+
+def view(runner: Runner) -> dict[str, Any]:
+    """Everything the Dev view shows."""
+    memory, now, ready = runner.core.memory, runner.now(), runner.loaded
+    engine = memory.engine
+    return {
+        "now": now,
+        "uptime_s": now,
+        "engine": {
+            "state": engine.state.value,
+            "row": engine.row,
+            "epoch": engine.epoch,
+            "model": runner.model,
+            "window": engine.window,
+            "load_done": engine.load_done,
+            "load_total": engine.load_total,
+            "load_s": engine.load_s,
+            "safe_rows": engine.safe_rows,
+            "allocated": engine.allocated,
+            "history": engine.history,
+            "device": ready.device if ready else "",
+            "threads": ready.threads if ready else 0,
+            "file_bytes": ready.file_bytes if ready else 0,
+            "weights_bytes": ready.weights_bytes if ready else 0,
+            "kv_bytes": ready.kv_bytes if ready else 0,
+            "rss_bytes": ready.rss_bytes if ready else 0,
+            "selfcheck_ms": ready.selfcheck_ms if ready else 0.0,
+            "prefill_rate": ready.prefill_rate if ready else 0.0,
+            "decode_rate": ready.decode_rate if ready else 0.0,
+        },
+        "slots": [
+            {"slot": s.id, "state": s.state.value, "row": s.row, "request": s.request if s.state.value != "free" else -1}
+            for s in memory.slots
+        ],
+        "queue": list(memory.queue),
+        "requests": [request_view(r, memory, now) for r in memory.requests.values()],
+        "recent": [request_view(r, memory, now) for r in memory.recent],
+        "counts": counts(memory),
+        "settings": runner.settings.public(),
+        "lag_ms": runner.lag_ms,
+    }

@@ -1,0 +1,1 @@
+"""Pure handlers, one a file, named by the word a user would use: facts in, outcome out."""

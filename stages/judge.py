@@ -1,0 +1,86 @@
+"""A body in, a verdict out: ``schema``, ``validate`` and ``compat`` in the order of the request table's guards.
+
+That order is bad_json, unknown_model, bad_shape, refused_field; a refusal's code tells which it was (``invalid_json``,
+``model_not_found``, ``unsupported_parameter`` for the last, any other for the shape).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.protocol import Sampling
+from stages.compat import refused_field
+from stages.refusal import Refusal
+from stages.schema import ChatRequest, Request, parse, shape
+from stages.validate import Rules as Rules  # who calls judge needs it too
+from stages.validate import unknown_model, validate
+
+LARGEST = (1 << 31) - 1
+"""Larger counts mean no more than this one, and the pipe's integers end at 64 bits."""
+GREEDY_BELOW = 1e-5
+"""A temperature under this is greedy: logits divided by less overflow."""
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """The verdict, one of ``request`` and ``refusal``, and the facts the runner posts. ``max_tokens`` 0: not asked."""
+
+    request: Request | None = None
+    refusal: Refusal | None = None
+    stream: bool = False
+    messages: int = 0
+    max_tokens: int = 0
+    include_usage: bool | None = None
+    stops: list[str] = []
+
+
+def judge(route: str, body: bytes, rules: Rules) -> Judged:
+    """Judge a body of ``route`` ("chat" or "completions"). Never raises for what a client sent."""
+    fields = parse(body)
+    if isinstance(fields, Refusal):
+        return Judged(refusal=fields)
+    stranger = unknown_model(fields.get("model"), rules)
+    if stranger:
+        return Judged(refusal=stranger)
+    request = shape(route, fields)
+    if isinstance(request, Refusal):
+        return Judged(refusal=request)
+    return _judged(request, validate(request, rules) or refused_field(request))
+
+
+def sampling(request: Request, seed: int) -> Sampling:
+    """How the engine chooses tokens: OpenAI's defaults, ``top_p`` 0 read as greedy, ``seed`` where none was sent."""
+    temperature = 1.0 if request.temperature is None else request.temperature
+    top_p = 1.0 if request.top_p is None else request.top_p
+    if top_p == 0 or temperature < GREEDY_BELOW:
+        temperature, top_p = 0.0, 1.0
+    return Sampling(
+        temperature=temperature,
+        top_k=min(max(request.top_k or 0, 0), LARGEST),
+        top_p=top_p,
+        min_p=request.min_p or 0.0,
+        seed=seed if request.seed is None else request.seed,
+    )
+
+
+def max_tokens(request: Request) -> int:
+    """The output limit the client asked for, 0 when it asked for none; ``max_completion_tokens`` wins."""
+    asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    return min(asked or 0, LARGEST)
+
+
+def stops(request: Request) -> list[str]:
+    """The stop strings."""
+    return [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
+
+
+def _judged(request: Request, refusal: Refusal | None) -> Judged:
+    options = request.stream_options
+    return Judged(
+        request=None if refusal else request,
+        refusal=refusal,
+        stream=bool(request.stream),
+        messages=len(request.messages) if isinstance(request, ChatRequest) else 0,
+        max_tokens=0 if refusal else max_tokens(request),
+        include_usage=options.include_usage if options else None,
+        stops=[] if refusal else stops(request),
+    )

@@ -1,0 +1,125 @@
+"""Answer tokens to text: whole characters only, and no further than a stop string.
+
+What this file knows: UTF-8 at byte level and stop strings. What it does not: what a token is, beyond its bytes.
+
+Every token is judged by itself, so how a run's ids are cut into rounds changes nothing. Three rules (row F2 and the
+stops of A1):
+
+* a character goes out once its last byte is here; bytes that can belong to no character are dropped, and no
+  replacement character is made up for them;
+* a stop is found at the character that completes it: of several the one complete first, of those the longest. So the
+  text does not depend on where tokens begin;
+* text that may still become a stop is held, and no more than that.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+import msgspec
+
+_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What a push let go. ``parts``: one text a token that let some go. ``n``: answer tokens judged so far.
+
+    ``stopped``: a stop string is complete; ``n`` then counts the tokens through the one that completed it and ``keep``
+    those that lie wholly before it (0 otherwise).
+    """
+
+    parts: list[str]
+    n: int
+    stopped: bool = False
+    keep: int = 0
+
+    @property
+    def characters(self) -> int:
+        """Characters in ``parts``."""
+        return sum(len(part) for part in self.parts)
+
+
+class TextStage:
+    """The text of one run. ``pieces``: the bytes of each token id; ids beyond them have none."""
+
+    def __init__(self, pieces: list[bytes], stops: list[str]) -> None:
+        self._pieces = pieces
+        self._stops = stops
+        self._reach = max((len(stop) for stop in stops), default=0) - 1  # the longest tail that may start a stop
+        self._utf8 = _decoder(errors="ignore")
+        self._held = ""
+        self._sent = 0  # characters let go
+        self._ends: list[int] = []  # by token: the characters its bytes, and all before it, reach into
+        self._open = 0  # the last tokens whose bytes end inside a character
+        self._stopped = False
+        self._keep = 0
+
+    def push(self, ids: list[int]) -> Piece:
+        """Judge the next answer tokens. After a stop nothing more is judged."""
+        parts = []
+        for token in ids:
+            if self._stopped:
+                break
+            part = self._token(self._pieces[token] if 0 <= token < len(self._pieces) else b"")
+            if part:
+                parts.append(part)
+        return self._piece(parts)
+
+    def finish(self) -> Piece:
+        """No token follows: what was held is text after all, and a character still open is none."""
+        part, self._held = self._held, ""
+        self._sent += len(part)
+        return self._piece([part] if part else [])
+
+    def _piece(self, parts: list[str]) -> Piece:
+        return Piece(parts, len(self._ends), self._stopped, self._keep)
+
+    def _token(self, data: bytes) -> str:
+        self._held += self._decode(data)
+        start, end = self._first_stop()
+        if end:
+            self._stopped = True
+            self._keep = sum(1 for reach in self._ends if reach <= self._sent + start)
+            return self._release(start, drop_rest=True)
+        return self._release(len(self._held) - self._tail())
+
+    def _decode(self, data: bytes) -> str:
+        """The characters ``data`` completes; notes how far into the text the token reaches."""
+        before, _ = self._utf8.getstate()
+        text = self._utf8.decode(data)
+        after, _ = self._utf8.getstate()
+        at = self._sent + len(self._held)
+        whole = before + data
+        if before and after != whole:  # the open character is complete, or its bytes were dropped
+            if not (text and whole.startswith(text[0].encode())):
+                self._reach_back(at)
+            self._open = 0
+        self._ends.append(at + len(text) + (1 if after else 0))
+        self._open = self._open + 1 if after else 0
+        return text
+
+    def _reach_back(self, at: int) -> None:
+        """Tokens that ended in bytes now dropped end where the text stood."""
+        for index in range(len(self._ends) - self._open, len(self._ends)):
+            self._ends[index] = at
+
+    def _first_stop(self) -> tuple[int, int]:
+        """Start and end, in the held text, of the stop complete first; an end of 0: none."""
+        found = [(self._held.find(stop), len(stop)) for stop in self._stops]
+        ends = [(start + size, start) for start, size in found if start >= 0]
+        end, start = min(ends, default=(0, 0))
+        return start, end
+
+    def _tail(self) -> int:
+        """The length of the longest tail of the held text that a stop begins with."""
+        for start in range(max(0, len(self._held) - self._reach), len(self._held)):
+            tail = self._held[start:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return len(tail)
+        return 0
+
+    def _release(self, count: int, drop_rest: bool = False) -> str:
+        part, rest = self._held[:count], self._held[count:]
+        self._held = "" if drop_rest else rest
+        self._sent += len(part)
+        return part
