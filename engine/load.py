@@ -1,7 +1,7 @@
 """From a config to an engine that can run: open, describe, read the weights, allocate, check, measure.
 
 Knows the order of a load and what is said during it. How a checkpoint is read and a model computes is behind
-``Checkpoint`` and ``Model``.
+``Checkpoint`` and ``Model``, both given by the caller.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
+from engine.models.registry import Model
 from engine.pipe import complain
 from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine
+from engine.weights.checkpoint import Checkpoint
 
 Progress = Callable[[str, int, int], None]
 Post = Callable[[FromEngine], None]
@@ -54,31 +56,6 @@ class Line(Protocol):
         """Send what was posted and exit."""
 
 
-class Model(Protocol):
-    """What a model does: logits for rows, over a cache that is its own affair."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """What the weights take in memory."""
-
-    @property
-    def kv_bytes_per_row(self) -> int:
-        """What a resident row takes, over all layers."""
-
-    @property
-    def vocab(self) -> int:
-        """How many token ids there are."""
-
-    def new_cache(self, rows: int) -> Any:
-        """A cache of ``rows`` rows, allocated."""
-
-    def forward(self, tokens: Tensor, cache: Any, start: int, *, all_rows: bool = False) -> Tensor:
-        """Float32 logits ``[1, vocab]`` of the last of int64 ``tokens`` ``[n]``, put at row ``start`` of the cache."""
-
-    def workspace(self, rows: int, start: int) -> int:
-        """Bytes a step over ``rows`` rows takes on top, with ``start`` rows before them."""
-
-
 @dataclass(frozen=True)
 class Loaded:
     """An engine ready to run: one cache a slot, each of ``window`` rows."""
@@ -91,7 +68,7 @@ class Loaded:
     ready: Ready
 
 
-def describe(config: Config, checkpoint: Any, engine: str, window: int) -> Described:
+def describe(config: Config, checkpoint: Checkpoint, engine: str, window: int) -> Described:
     """What the checkpoint says of itself, with the window this engine gives it."""
     return Described(
         epoch=config.epoch,
@@ -109,7 +86,9 @@ def describe(config: Config, checkpoint: Any, engine: str, window: int) -> Descr
     )
 
 
-def load(config: Config, checkpoint: Any, build: Callable[..., Model], line: Line, failpoints: Failpoints) -> Loaded:
+def load(
+    config: Config, checkpoint: Checkpoint, build: Callable[..., Model], line: Line, failpoints: Failpoints
+) -> Loaded:
     """Load the model of an opened checkpoint, saying how far it is. Raises ``LoadFailed`` with a sentence.
 
     ``Described`` goes out before the weights are read. It goes out a second time, with the window cut, if the
@@ -123,7 +102,9 @@ def load(config: Config, checkpoint: Any, build: Callable[..., Model], line: Lin
     line.post(describe(config, checkpoint, "torch", config.max_len or native))
     _fail_here(failpoints, line)
     progress = throttled(config.epoch, line.post, time.monotonic)
-    model = build(checkpoint, device=device, threads=threads, rows=config.max_len or native, progress=progress)
+    model = build(
+        checkpoint, device=torch.device(device), threads=threads, rows=config.max_len or native, progress=progress
+    )
     window = _window(config, native, model, device)
     if window != (config.max_len or native):
         line.post(describe(config, checkpoint, "torch", window))

@@ -14,14 +14,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 import torch
 
 from engine import memory, sampling
 from engine.failpoints import EXIT_CODE, FailpointFault, Failpoints
-from engine.load import Line, Loaded, LoadFailed, Model, load, stand_still
+from engine.load import Line, Loaded, LoadFailed, load, stand_still
 from engine.models import registry
 from engine.pipe import complain, open_pipe
 from engine.protocol import Config, FromEngine, Measure, Memory, Stop, ToEngine
@@ -135,32 +135,26 @@ def _ms_since(began: float) -> float:
     return (time.perf_counter() - began) * 1000
 
 
-def main(arguments: list[str], open_model: Callable[[str], Any], build: Callable[..., Model]) -> NoReturn:
+def main(
+    arguments: list[str], open_model: Callable[[Path], Checkpoint], build: Callable[..., registry.Model]
+) -> NoReturn:
     """The process. ``open_model`` opens a checkpoint, ``build`` makes a model of it (see ``load``)."""
     config = msgspec.json.decode(arguments[0], type=Config)
     pipe = open_pipe()
     code = 1
     try:
         failpoints = Failpoints(config.failpoints)
-        loaded = load(config, open_model(config.model), build, pipe, failpoints)
+        loaded = load(config, open_model(Path(config.model)), build, pipe, failpoints)
         pipe.post(loaded.ready)
         Engine(config, loaded, pipe, failpoints).run()
-    except LoadFailed as error:
+    except (LoadFailed, CheckpointError) as error:
         complain(str(error))
-        code = error.code
+        code = error.code if isinstance(error, LoadFailed) else 2
     except Exception as error:
         traceback.print_tb(error.__traceback__)  # places in the code, not the exception's text
         complain(f"the engine failed: {type(error).__name__}")
     pipe.leave(code)
 
 
-def open_or_refuse(path: str) -> Checkpoint:
-    """The checkpoint at ``path``. Raises ``LoadFailed`` with the sentence that says why it cannot be served."""
-    try:
-        return open_checkpoint(Path(path))
-    except CheckpointError as error:
-        raise LoadFailed(str(error), 2) from None
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:], open_or_refuse, registry.build)
+    main(sys.argv[1:], open_checkpoint, registry.build)

@@ -70,7 +70,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self.header, self.rotate_at = folder, header, rotate_at
         self.lost = 0
-        self._size = 0
+        self._size = self._number = 0
         self._lines: queue.Queue[Line | None] = queue.Queue(BACKLOG)
         self._open(header)
         self._thread = threading.Thread(target=self._write, name="trace", daemon=True)
@@ -100,7 +100,8 @@ class Recorder:
         """Begin the next file with a snapshot of the core."""
         copy = msgspec.json.decode(_encoder.encode(memory), type=Memory)
         self._size = 0
-        self._put(Line(header=msgspec.structs.replace(self.header, number=self.header.number + 1, snapshot=copy)))
+        self._number += 1
+        self._put(Line(header=msgspec.structs.replace(self.header, number=self._number, snapshot=copy)))
 
     def close(self) -> None:
         """Write what is left."""
@@ -123,7 +124,6 @@ class Recorder:
     def _open(self, header: Header) -> None:
         name = f"trace-{header.wall:.0f}-{os.getpid()}-{header.number}.jsonl"
         descriptor = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        self.header = header
         self._file = os.fdopen(descriptor, "wb")
         self._file.write(_encoder.encode(Line(header=header)) + b"\n")
         self._file.flush()

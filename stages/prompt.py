@@ -3,8 +3,8 @@
 What this file knows: how Hugging Face's checkpoints expect their template to be run, and the bytes of every token.
 
 * ``developer`` is ``system``; those at the start become one system prompt (row A7). The texts of a part list are
-  joined by line breaks, as other servers do, a null content is the empty text. A last message of the assistant is continued: rendered without its close and without a
-  new header.
+  joined by line breaks, as other servers do; a null content is the empty text. A last message of the assistant is
+  continued: rendered without its close and without a new header.
 * **A client's text cannot write control tokens.** Tokenizers find special tokens anywhere in the text they are given,
   so a message that spells ``<|im_end|>`` would end its own turn. Here each such spelling gets a mark inside it before
   the template runs, and the rendered text is cut at the marks and encoded piece by piece: the same characters, as

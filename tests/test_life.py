@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.scripted import Answer, Script
+from pipeline.effects import CancelRun
+from pipeline.events import Draining, EngineLoading, Faulted, Shutdown
 from pipeline.states import RequestState, SlotState
 from pipeline.table import ENDED
 from tests.world import Plan, World, replayed
@@ -16,7 +18,7 @@ LIMITS = {"queue_timeout": 30.0, "request_timeout": 60.0, "drain_timeout": 20.0,
 
 plans = st.builds(
     Plan,
-    prompt=st.integers(1, 1_200),
+    prompt=st.sampled_from([0, 1, 30, 300, 700, 999, 1_000]),
     max_tokens=st.integers(0, 40),
     stream=st.booleans(),
     code=st.sampled_from(["", "", "", "", "invalid_json", "invalid_type", "unsupported_parameter", "model_not_found"]),
@@ -36,43 +38,53 @@ points = st.sampled_from([{}, {}, {"die_at_load": 1}, {"stall_load": 1}, {"decli
 class Life(RuleBasedStateMachine):
     """R1, R3: the core under anything that can happen to it."""
 
-    ids: Bundle[int] = Bundle("ids")
-
     @initialize(answers=st.lists(answers, min_size=1, max_size=4), points=st.lists(points, min_size=1, max_size=4),
-                load_ms=st.sampled_from([0.0, 5_000.0]))  # fmt: skip
+                load_ms=st.sampled_from([0.0, 0.0, 5_000.0]))  # fmt: skip
     def begin(self, answers: list[Answer], points: list[dict[str, int]], load_ms: float) -> None:
         self.world = World(Script(answers=answers, load_ms=load_ms), points, **LIMITS)
-        self.order: list[int] = []
 
-    @rule(target=ids, plan=plans)
-    def arrive(self, plan: Plan) -> object:
-        return multiple() if self.world.exited is not None else self.world.arrive(plan)
+    @rule(plan=plans)
+    def arrive(self, plan: Plan) -> None:
+        if self.world.exited is None:
+            self.world.arrive(plan)
 
-    @rule(id=ids)
-    def hang_up(self, id: int) -> None:
+    @rule(plan=plans, seconds=st.sampled_from([0.003, 0.02, 0.5, 2.5]))
+    def arrive_and_wait(self, plan: Plan, seconds: float) -> None:
+        self.arrive(plan)
+        self.world.run_until(self.world.now + seconds)
+
+    @rule(which=st.integers(1, 6))
+    def hang_up(self, which: int) -> None:
+        id = len(self.world.clients) - which
         request = self.world.core.memory.requests.get(id)
         self.world.hang_up(id)
         if request is not None:
             assert request.state is RequestState.abandoned
             assert id not in self.world.core.memory.queue
 
-    @rule(seconds=st.sampled_from([0.001, 0.01, 0.5, 3.0, 11.0, 45.0]))
+    @rule(seconds=st.sampled_from([0.001, 0.1, 1.0, 11.0, 45.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.run_until(self.world.now + seconds)
 
-    @rule()
-    def kill(self) -> None:
-        self.world.kill()
+    @rule(seconds=st.sampled_from([0.002, 0.05, 1.0, 8.0]))
+    def pass_a_little(self, seconds: float) -> None:
+        self.world.run_until(self.world.now + seconds)
 
-    @rule()
-    def freeze(self) -> None:
-        self.world.freeze()
-
-    @rule()
-    def drain(self) -> None:
-        from pipeline.events import Draining
-
-        self.world.post(Draining())
+    @rule(trouble=st.sampled_from(["", "", "", "", "", "", "kill", "freeze", "unfreeze", "fault", "drain", "shutdown"]))
+    def trouble(self, trouble: str) -> None:
+        world = self.world
+        if trouble == "kill":
+            world.kill()
+        elif trouble == "freeze":
+            world.freeze()
+        elif trouble == "unfreeze":
+            world.post(EngineLoading(world.core.memory.engine.epoch, 1, 2))
+        elif trouble == "fault" and world.clients:
+            world.post(Faulted(len(world.clients), "text", "KeyError"))
+        elif trouble == "drain":
+            world.post(Draining())
+        elif trouble == "shutdown":
+            world.post(Shutdown())
 
     @invariant()
     def one_holder_a_slot(self) -> None:
@@ -135,7 +147,7 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(
-    max_examples=80, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
@@ -322,8 +334,6 @@ def test_a_request_times_out_on_a_silent_engine() -> None:
 
 def test_draining() -> None:
     """I5: new ones are refused with 503, those inside finish, then the server leaves."""
-    from pipeline.events import Draining, Shutdown
-
     world = World(Script(answers=[Answer(ids=[1] * 20, decode_ms=100.0)]))
     inside, waiting = world.arrive(), world.arrive()
     world.run_until(0.5)
@@ -380,8 +390,6 @@ def test_prefill_lines() -> None:
 
 def test_a_stop_in_the_text() -> None:
     """G5: a stop found in the text cancels the run, keeping the rows of what was sent; usage counts through the stop."""
-    from pipeline.effects import CancelRun
-
     world = World(Script(answers=[Answer(ids=[1] * 50, decode_ms=10.0)]))
     id = world.arrive(Plan(stop_at=7))
     world.run_until(5.0)
@@ -406,8 +414,6 @@ def test_a_stalled_load_is_given_up() -> None:
 
 def test_a_fault_of_ours() -> None:
     """A9: a fault of ours is a 500 in any live state, and the engine goes on."""
-    from pipeline.events import Faulted
-
     world = World(Script(answers=[Answer(ids=[1], then="fault"), Answer(ids=[1])]))
     first = world.arrive(Plan(stream=False))
     world.run_until(1.0)
@@ -421,3 +427,33 @@ def test_a_fault_of_ours() -> None:
     world.run_until(3.0)
     assert world.clients[third].end is not None
     assert world.clients[third].end.finish == "stop"
+
+
+def test_admitted_when_the_engine_is_lost() -> None:
+    """I11: nothing had run: the request goes back to its place and is served by the next engine."""
+    world = World(Script(answers=[Answer(ids=[1])]))
+    world.run_until(1.0)
+    world.freeze()
+    first, second = world.arrive(), world.arrive()
+    world.run_until(2.0)
+    assert world.core.memory.requests[first].state is RequestState.admitted
+    world.kill()
+    assert world.core.memory.queue == [first, second]
+    assert "requeued" in rows(world)
+    world.run_until(5.0)
+    assert [world.clients[id].end.finish for id in (first, second)] == ["stop", "stop"]  # type: ignore[union-attr]
+    admitted = [s.id for s in world.steps if s.row == "admitted"]
+    assert admitted == [first, first, second]
+
+
+def test_heard_again() -> None:
+    """L9: an engine that was silent and speaks again is ready again, and lines go on."""
+    world = World(Script(answers=[Answer(ids=[1] * 9, decode_ms=100.0, then="silent")]))
+    world.arrive()
+    waiting = world.arrive()
+    world.run_until(45.0)
+    assert world.core.memory.engine.state.value == "silent"
+    world.post(EngineLoading(1, 0, 1))
+    assert world.core.memory.engine.state.value == "ready"
+    world.run_until(52.0)
+    assert [time for time, _ in world.clients[waiting].lines] == [10.0, 20.0, 30.0, 50.0]

@@ -14,9 +14,10 @@ HI = [{"role": "user", "content": "hi"}]
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20)
 )
-names = st.sampled_from(
-    "messages role content prompt model stream stop max_tokens temperature top_k seed tools function type text".split()
-) | st.text(max_size=5)
+NAMES = """
+messages role content prompt model stream stop max_tokens temperature top_k seed tools function type text
+"""
+names = st.sampled_from(NAMES.split()) | st.text(max_size=5)
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5))
 routes = st.sampled_from(["chat", "completions"])
 

@@ -60,13 +60,20 @@ class Int4:
 
     dtype = torch.bfloat16
 
-    def __init__(self, parts: Parts) -> None:
-        """From codes 0…15 in groups of 32 with a scale and an offset each."""
+    def __init__(self, rows: int, cols: int) -> None:
+        """Room for the matrix; :meth:`fill` gives it its weights."""
+        self.rows, self.cols = rows, cols
+        self.packed = torch.empty(rows, cols // 2, dtype=torch.uint8)
+        self.scales = torch.empty(cols // GROUP, rows, 2, dtype=torch.bfloat16)
+
+    def fill(self, start: int, parts: Parts) -> None:
+        """Give the rows from ``start`` on (a multiple of the tile) their codes 0…15, scales and offsets."""
         codes, scale, offset = parts
         zero = scale * 8 if offset is None else scale * 8 + offset
-        self.rows, self.cols = codes.shape[0], codes.shape[1] * GROUP
-        self.packed: Tensor = CODES(codes.view(self.rows, self.cols).to(torch.int32), 1)
-        self.scales = torch.stack([scale, zero], -1).transpose(0, 1).to(torch.bfloat16).contiguous()
+        end = start + codes.shape[0]
+        self.packed[start:end] = CODES(codes.flatten(1).to(torch.int32), 1)
+        self.scales[:, start:end, 0] = scale.t()
+        self.scales[:, start:end, 1] = zero.t()
 
     @property
     def nbytes(self) -> int:

@@ -22,12 +22,16 @@ class Planes:
 
     dtype = torch.bfloat16
 
-    def __init__(self, parts: Parts) -> None:
-        """From int8 codes in groups of 32 with a scale each."""
+    def __init__(self, rows: int, cols: int) -> None:
+        """Room for the matrix; :meth:`fill` gives it its weights."""
+        self.rows, self.cols = rows, cols
+        self.high, self.low = Int4(rows, cols), Int4(rows, cols)
+
+    def fill(self, start: int, parts: Parts) -> None:
+        """Give the rows from ``start`` on their int8 codes and scales."""
         code = parts.q.to(torch.int16) + 128
-        self.high = Int4(Parts((code >> 4).to(torch.uint8), parts.scale * 16, parts.scale * -128))
-        self.low = Int4(Parts((code & 15).to(torch.uint8), parts.scale, torch.zeros_like(parts.scale)))
-        self.rows, self.cols = self.high.rows, self.high.cols
+        self.high.fill(start, Parts((code >> 4).to(torch.uint8), parts.scale * 16, parts.scale * -128))
+        self.low.fill(start, Parts((code & 15).to(torch.uint8), parts.scale, torch.zeros_like(parts.scale)))
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ Q8_0, Q5_K, Q6_K      the file's bytes, decoded at each use       the file's byt
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own habit)
@@ -119,6 +119,8 @@ class Side:
         raise TypeError("matrices side by side have no common rows")
 
 
+Form = TypeVar("Form", Int4, Planes)
+
 PACKED = ("Q4_0", "Q4_1", "Q4_K")
 
 
@@ -130,7 +132,14 @@ def linear(stored: Stored, device: torch.device, *, exact: bool = False, table: 
         return Dense(stored.data.view(quants.PLAIN[stored.kind]).to(device))
     if device.type == "cpu" and int4.fits(stored.rows, stored.cols):
         if stored.kind in PACKED:
-            return Int4(quants.split(stored.kind, stored.data))
+            return _filled(Int4(stored.rows, stored.cols), stored)
         if stored.kind == "Q8_0" and table:
-            return Planes(quants.split(stored.kind, stored.data))
+            return _filled(Planes(stored.rows, stored.cols), stored)
     return Blocks(Stored(stored.kind, stored.rows, stored.cols, stored.data.to(device)))
+
+
+def _filled(form: Form, stored: Stored) -> Form:
+    """``form`` with the weights of ``stored``, in strips: what a vocabulary takes unpacked would triple the peak."""
+    for start in range(0, stored.rows, STRIP):
+        form.fill(start, quants.split(stored.kind, stored.data[start : start + STRIP]))
+    return form

@@ -1,0 +1,217 @@
+import json
+
+import pytest
+
+from stages.refusal import Refusal
+from stages.schema import decode
+from stages.validate import Rules, prompt_of, validate
+from tests.captures import captured
+
+USER = {"role": "user", "content": "hi"}
+SYSTEM = {"role": "system", "content": "be brief"}
+ANSWER = {"role": "assistant", "content": "hello"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "done"}
+
+
+def judged(route="chat", rules=Rules(), **fields):  # noqa: B008 - frozen
+    base = {"messages": [USER]} if route == "chat" else {"prompt": "hi"}
+    request = decode(route, json.dumps(base | fields).encode())
+    assert not isinstance(request, Refusal), request
+    refusal = validate(request, rules)
+    return None if refusal is None else (refusal.code, refusal.param)
+
+
+def invalid(param):
+    return ("invalid_value", param)
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([], invalid("messages")),
+        ([{"role": "robot", "content": "x"}], invalid("messages[0].role")),
+        ([USER, {"role": "User", "content": "x"}], invalid("messages[1].role")),
+        ([USER, {"role": "function", "name": "f", "content": "x"}], invalid("messages[1].role")),
+        ([SYSTEM], invalid("messages")),
+        ([SYSTEM, {"role": "developer", "content": "x"}], invalid("messages")),
+        ([RESULT], invalid("messages")),
+        ([SYSTEM, RESULT], invalid("messages")),
+        ([CALL, RESULT], invalid("messages")),
+        ([USER, SYSTEM], invalid("messages[1].role")),
+        ([SYSTEM, USER, ANSWER, {"role": "developer", "content": "x"}, USER], invalid("messages[3].role")),
+        ([{"role": "user"}], ("missing_required_parameter", "messages[0].content")),
+        ([{"role": "user", "content": None}], ("missing_required_parameter", "messages[0].content")),
+        ([{"role": "system"}, USER], ("missing_required_parameter", "messages[0].content")),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            ("missing_required_parameter", "messages[0].content[0].text"),
+        ),
+        ([{"role": "user", "content": [{"type": "smell"}]}], invalid("messages[0].content[0].type")),
+        (
+            [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+            ("unsupported_value", "messages[0].content[0]"),
+        ),
+        (
+            [
+                USER,
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "x"}]},
+            ],
+            ("unsupported_parameter", "messages[1].content[1]"),
+        ),
+    ],
+)
+def test_messages(messages, expected):
+    """A6: shapes that are refused, and the name of the place."""
+    assert judged(messages=messages) == expected
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [USER],
+        [USER, USER],
+        [SYSTEM, {"role": "developer", "content": "x"}, USER],
+        [USER, CALL, RESULT],
+        [USER, CALL | {"content": ""}, RESULT | {"name": "f"}],
+        [USER, CALL, RESULT | {"content": [{"type": "text", "text": "done"}]}],
+        [USER, CALL, RESULT | {"content": None}],
+        [USER, ANSWER],
+        [SYSTEM, ANSWER],
+        [USER, {"role": "assistant"}, USER],
+        [USER, ANSWER | {"reasoning_content": "hm", "tool_calls": None}, USER],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": ""}]}],
+        [{"role": "user", "content": ""}],
+        [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, USER],
+    ],
+)
+def test_never_refused(messages):
+    """A10: shapes that real clients send."""
+    assert judged(messages=messages) is None
+
+
+def test_function_role_says_use_tools():
+    """A6: the old role is refused with the way out."""
+    body = json.dumps({"messages": [{"role": "function", "content": "x"}]}).encode()
+    assert "use tools" in validate(decode("chat", body), Rules()).text
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("max_tokens", [1, 10**30], [0, -1]),
+        ("max_completion_tokens", [1], [0, -5]),
+        ("temperature", [0, 0.7, 2], [-0.1, 2.01, 10**300]),
+        ("top_p", [0, 0.5, 1], [-0.1, 1.01]),
+        ("min_p", [0, 1], [-0.1, 1.01]),
+        ("top_k", [-1, 0, 1, 10**30], [-2]),
+        ("seed", [0, -(1 << 63), (1 << 63) - 1], [1 << 63, -(1 << 63) - 1]),
+        ("n", [1, 16], [0, 17, -1]),
+        ("stop", ["a", [], ["a"], ["a"] * 16], ["", ["a"] * 17]),
+    ],
+)
+def test_ranges(name, good, bad):
+    """A6a: the ranges of the honoured fields."""
+    for route in ("chat", "completions"):
+        for value in good:
+            assert judged(route, **{name: value}) is None, value
+        for value in bad:
+            assert judged(route, **{name: value}) == invalid(name), value
+
+
+def test_both_limits():
+    """A6a: each limit is held to its range, whichever wins."""
+    assert judged(max_tokens=0, max_completion_tokens=5) == invalid("max_tokens")
+
+
+def test_empty_stop():
+    """A6a: none empty, the place named."""
+    assert judged(stop=["a", ""]) == invalid("stop[1]")
+
+
+def test_infinite_numbers():
+    """A6a: a number beyond any float is out of range, not a fault of the body."""
+    request = decode("chat", b'{"messages":[{"role":"user","content":"hi"}],"temperature":1e999}')
+    assert validate(request, Rules()).param == "temperature"
+
+
+def test_modalities():
+    """A1: text only."""
+    assert judged(modalities=["text"]) is None
+    assert judged(modalities=[]) is None
+    assert judged(modalities=["text", "audio"]) == ("unsupported_value", "modalities")
+
+
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [
+        ([], None),
+        ([{"type": "function", "function": {"name": "f"}}], None),
+        (
+            [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "strict": True, "parameters": {"$schema": "x", "anyOf": []}},
+                }
+            ],
+            None,
+        ),
+        ([{"type": "function"}], ("missing_required_parameter", "tools[0].function.name")),
+        ([{"type": "custom", "custom": {"name": "f"}}], ("missing_required_parameter", "tools[0].function.name")),
+        ([{"function": {"name": "f"}}, {"function": {"name": ""}}], invalid("tools[1].function.name")),
+    ],
+)
+def test_tools(tools, expected):
+    """A6: malformed tools are refused by item, also beside ``tool_choice: none``; A10 lists shapes that pass."""
+    assert judged(tools=tools) == expected
+    assert judged(tools=tools, tool_choice="none") == expected
+
+
+def test_tool_choice():
+    """D5: nothing can be required where nothing is offered; ``auto`` needs no tools (A10)."""
+    assert judged(tool_choice="auto") is None
+    assert judged(tool_choice="none", tools=[]) is None
+    assert judged(tool_choice="required") == invalid("tool_choice")
+    assert judged(tool_choice={"type": "function", "function": {"name": "f"}}) == invalid("tool_choice")
+    assert judged(tool_choice="often") == invalid("tool_choice")
+    assert judged(tool_choice=5) == ("invalid_type", "tool_choice")
+
+
+def test_strict_model():
+    """A9: an unknown model is a 404 only with ``--strict-model``."""
+    strict = Rules(strict_model=True, model="smol")
+    assert judged(model="other") is None
+    assert judged() is None
+    assert judged(rules=strict, model="smol") is None
+    assert judged(rules=strict, model="other") == ("model_not_found", "model")
+    assert judged(rules=strict, model="") == ("model_not_found", "model")
+    assert judged(rules=strict) == ("missing_required_parameter", "model")
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
+def test_empty_prompt(prompt):
+    """A6: an empty completion prompt."""
+    assert judged("completions", prompt=prompt) == invalid("prompt")
+
+
+def test_prompts():
+    """A1: one text or one list of ids; A13: a list of one counts as one, several are not built yet."""
+
+    def only(prompt):
+        return prompt_of(decode("completions", json.dumps({"prompt": prompt}).encode()))
+
+    assert only("a") == only(["a"]) == "a"
+    assert only([1, 2]) == only([[1, 2]]) == [1, 2]
+    assert judged("completions", prompt=["a", "b"]) == ("unsupported_parameter", "prompt")
+    assert judged("completions", prompt=[[1], [2]]) == ("unsupported_parameter", "prompt")
+    assert judged("completions", prompt=["a", 1]) == ("invalid_type", "prompt")
+
+
+def test_captured():
+    """A10: no body of a real client has a wrong shape."""
+    for route, file, body in captured():
+        assert validate(decode(route, json.dumps(body).encode()), Rules()) is None, file
