@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from engine.weights.embedded import embedded_model
 from pipeline import __version__
@@ -48,7 +49,9 @@ def replay(trace: Path, journal: bool) -> None:
         click.echo(str(report.difference))
         sys.exit(1)
     if report.events and not report.recorded:
-        click.echo(f"{report.events} events, but the trace holds no journal rows to compare with: see --journal.{where}")
+        click.echo(
+            f"{report.events} events, but the trace holds no journal rows to compare with: see --journal.{where}"
+        )
         sys.exit(1)
     click.echo(f"{report.events} events, {report.recorded} rows: the same.{where}")
 
@@ -57,7 +60,7 @@ def replay(trace: Path, journal: bool) -> None:
 @settings_options
 def serve(**flags: Any) -> None:
     """Serve one model over the OpenAI API."""
-    settings = Settings(**{name: tuple(v) if isinstance(v, list | tuple) else v for name, v in flags.items()})
+    settings = msgspec.convert(flags, Settings)
     path = _model_path(settings)
     try:
         failpoints(settings.failpoints)

@@ -24,8 +24,8 @@ from stages.wait import next_line_at, prefill_line, waiting_line
 
 FAILURE_WINDOW_S = 60.0
 LOAD_STALL_S = 60.0
-UNUSABLE = 3
-"""Exit status of an engine that says the model cannot be used: starting it again would not help."""
+UNUSABLE = (2, 3, 4)
+"""Exit statuses of an engine that says why it cannot serve (settings, memory, self-check): a restart would not help."""
 WAITING = (RequestState.queued, RequestState.admitted)
 
 
@@ -428,7 +428,7 @@ class Core:
             engine.failures.append(now)
         self._fire(engine, Trigger.died, now)
         self._effects.append(do.Log(f"[engine] lost: exit status {event.code}"))
-        if starting and event.code == UNUSABLE:
+        if starting and event.code in UNUSABLE:
             self._end_all(now)
             self._exit(1)
         else:

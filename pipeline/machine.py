@@ -24,6 +24,13 @@ class Illegal(Exception):
     """A trigger was fired in a state that has no row for it. Nothing was changed."""
 
 
+def record_of(event: EventData) -> Record:
+    """The record an event was fired on: ``transitions`` knows it as a plain object."""
+    model = event.model
+    assert isinstance(model, Request | Slot | Engine)
+    return model
+
+
 def _condition(row: Row) -> Any:
     """The row's guard as ``transitions`` calls it."""
     guard = row.guard
@@ -38,7 +45,7 @@ def _recorder(row: Row) -> Any:
     """Writes the row that fires into the record, before its state changes."""
 
     def record(event: EventData) -> None:
-        event.model.row = row.name
+        record_of(event).row = row.name
 
     return record
 

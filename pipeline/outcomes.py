@@ -28,7 +28,7 @@ CODES: dict[str, Code] = {
     "unsupported_parameter": Code(400, INVALID, text="A field is not supported."),
     "unsupported_value": Code(400, INVALID, text="A field has a value that is not supported."),
     "context_length_exceeded": Code(400, INVALID, text="The prompt is too long for the model's window."),
-    "invalid_api_key": Code(401, INVALID, text="The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."),
+    "invalid_api_key": Code(401, INVALID, text="The API key is missing or wrong: send `Authorization: Bearer KEY`."),
     "origin_not_allowed": Code(
         403, INVALID,
         text="This web origin or host name may not use the server. Allow it with --cors-origin or --allowed-host.",

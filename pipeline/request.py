@@ -1,7 +1,7 @@
 """The records that move over the tables: a request, a slot, the engine. Plain facts, written by the core alone.
 
-All times are seconds on the core's clock, ``inf`` where nothing is due. The whole of the core's memory is these records,
-so a snapshot of it is one JSON value.
+All times are seconds on the core's clock, None where nothing is due. The whole of the core's memory is these
+records, so a snapshot of it is one JSON value.
 """
 
 from __future__ import annotations

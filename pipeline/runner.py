@@ -1,8 +1,8 @@
-"""The runner: the one place with a clock, threads, and the engine's pipe. It posts facts to the core and carries out effects.
+"""The runner: the one place with a clock, threads and the engine's pipe. It posts facts and carries out effects.
 
-Everything here runs on one event loop. A fact that comes from elsewhere (the engine's reader thread, the pool) is posted
-through ``call_soon_threadsafe``. Posting while effects are carried out queues the fact behind them, so the core sees one
-fact at a time. No text of a request leaves this module but to its own client.
+Everything here runs on one event loop. A fact that comes from elsewhere (the engine's reader thread, the pool) is
+posted through ``call_soon_threadsafe``. Posting while effects are carried out queues the fact behind them, so the core
+sees one fact at a time. No text of a request leaves this module but to its own client.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Runner:
             do.Forget: self._forget,
             do.Log: lambda e: log.info(e.text),
             do.Spawn: self._spawn_engine,
-            do.Kill: lambda e: self._link.kill() if self._link is not None else None,
+            do.Kill: self._kill_engine,
             do.WakeAt: self._wake_at,
             do.Exit: self._exit,
         }
@@ -266,6 +266,11 @@ class Runner:
         self._link = EngineLink(config, self._from_thread)
         self._link.start()
 
+    def _kill_engine(self, effect: do.Kill) -> None:
+        if self._link is not None:
+            log.debug("killing the engine of epoch %d", effect.epoch)
+            self._link.kill()
+
     def _from_thread(self, message: wire.FromEngine | Died) -> None:
         """Called by the link's reader thread."""
         try:
@@ -373,7 +378,7 @@ class Runner:
         call.pieces[handle] = parts
         return handle
 
-    # -- effects on a client ---------------------------------------------------------------------------------------------
+    # -- effects on a client -------------------------------------------------------------------------------------
 
     def _send(self, effect: do.Send) -> None:
         call = self._calls[effect.request]
@@ -403,7 +408,7 @@ class Runner:
         call = self._calls.pop(effect.request)
         call.decide(False)
 
-    # -- start and stop ----------------------------------------------------------------------------------------------------
+    # -- start and stop ------------------------------------------------------------------------------------------
 
     def _record(self) -> Recorder | None:
         settings = self.settings

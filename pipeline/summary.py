@@ -6,6 +6,9 @@ from pipeline.effects import Finish
 from pipeline.outcomes import Outcome
 from pipeline.request import Counts, Request
 
+CUT = ("engine_restarting", "shutting_down")
+"""Codes that are errors for a request that ran, refusals for one that waited."""
+
 
 def _ms(start: float | None, end: float | None) -> float:
     """Milliseconds between two times; 0 when either never came."""
@@ -59,9 +62,7 @@ def count(counts: Counts, request: Request, outcome: Outcome) -> None:
         counts.served += 1
     elif outcome.finish == "timeout":
         counts.timeouts += 1
-    elif outcome.code in ("internal_error", "engine_restarting", "shutting_down") and request.admitted_at is not None:
-        counts.errors += 1
-    elif outcome.code == "internal_error":
+    elif outcome.code == "internal_error" or (outcome.code in CUT and request.admitted_at is not None):
         counts.errors += 1
     else:
         counts.refused += 1

@@ -1,15 +1,16 @@
 """The tables: every state, every trigger, every guard, every line. Nothing changes a state anywhere else.
 
-Two rules. A row fires when its record is in one of its sources, its trigger is fired, and its guard (if it has one) says
-yes; rows of one (state, trigger) group are tried in the order written. The last row of every group has no guard, so no
-trigger fails silently: every refusal, wait and status line is a named row in the journal. A pair (state, trigger) with no
-row is ``Illegal`` and changes nothing.
+Two rules. A row fires when its record is in one of its sources, its trigger is fired, and its guard (if it has one)
+says yes; rows of one (state, trigger) group are tried in the order written. The last row of every group has no guard,
+so no trigger fails silently: every refusal, wait and status line is a named row in the journal. A pair (state,
+trigger) with no row is ``Illegal`` and changes nothing.
 
-Theory of operation. A request walks ``received → validated → image_fetched → queued → admitted → prefilling → decoding →
-finished``; from every live state it may end in ``abandoned`` when its client left. Refusal, length, time-out and error are
-outcomes of ``finished``, told by the row that fired (``pipeline/outcomes.py``). A slot is taken by an admitted request and
-is free again only when the engine said so. The engine is a process that starts, may fall silent, may be lost, and starts
-again; three failed starts in a minute are ``failed``, and then a new request tries again now and then.
+Theory of operation. A request walks ``received → validated → image_fetched → queued → admitted → prefilling →
+decoding → finished``; from every live state it may end in ``abandoned`` when its client left. Refusal, length,
+time-out and error are outcomes of ``finished``, told by the row that fired (``pipeline/outcomes.py``). A slot is taken
+by an admitted request and is free again only when the engine said so. The engine is a process that starts, may fall
+silent, may be lost, and starts again; three failed starts in a minute are ``failed``, and then a new request tries
+again now and then.
 
 Guards are pure: they read the record and the ``Facts`` the core computed before it fired. ``dest=None`` stays.
 """
@@ -50,7 +51,7 @@ def draining(_request: Request, facts: Facts) -> bool:
     return facts.draining
 
 
-def live_full(request: Request, facts: Facts) -> bool:
+def live_full(_request: Request, facts: Facts) -> bool:
     """Too many requests, or too many bytes of them, are before the queue."""
     return facts.before_queue > facts.max_live or facts.bodies > facts.max_bodies
 
@@ -215,22 +216,32 @@ ENDED = (RequestState.finished, RequestState.abandoned)
 
 
 def drawing() -> str:
-    """The request's way through the states, printed from the table (the README shows it, a test compares)."""
-    moves: dict[Any, list[Any]] = {}
+    """The request's way through the states, drawn from the table (the README shows it, a test compares)."""
+    main = [R.received]
+    while main[-1] is not R.finished:
+        main.append(_next(main))
+    line = " → ".join(state.value for state in main)
+    middle = {state: line.index(state.value) + len(state.value) // 2 for state in main}
+    out = [line]
     for row in ROWS:
         for source in row.sources:
-            if row.dest is not None and row.dest not in moves.setdefault(source, []):
-                moves[source].append(row.dest)
-    main, state = [R.received], R.received
-    while state is not R.finished:
-        state = next(d for d in moves[state] if d not in ENDED and d not in main) if state is not R.decoding else R.finished
-        main.append(state)
-    back = [f"{s.value} → {d.value}" for s in main[:-1] for d in moves[s] if d in main and main.index(d) < main.index(s)]
-    every = all(R.finished in moves[s] and R.abandoned in moves[s] for s in LIVE)
-    lines = [" → ".join(s.value for s in main), *back]
-    if every:
-        lines.append("every live state → finished (refused, timeout, error) · → abandoned (the client left)")
-    return "\n".join(lines)
+            if row.dest in middle and middle[row.dest] < middle[source]:
+                arrow = "↑" + "─" * (middle[source] - middle[row.dest] - 1) + "┘"
+                out.append(" " * middle[row.dest] + arrow + f" {row.trigger.value}")
+    if all(_leads(state, R.finished) and _leads(state, R.abandoned) for state in LIVE):
+        out.append("every live state → finished (refused, timed out, error) and → abandoned (its client left)")
+    return "\n".join(out)
+
+
+def _leads(source: RequestState, dest: RequestState) -> bool:
+    """Whether some row leads from one state to the other."""
+    return any(source in row.sources and row.dest is dest for row in ROWS)
+
+
+def _next(way: list[RequestState]) -> RequestState:
+    """The state after the last of ``way``: the new live one, at the end ``finished``."""
+    onward = [state for state in LIVE if state not in way and _leads(way[-1], state)]
+    return onward[0] if onward else R.finished
 
 
 def printed() -> str:

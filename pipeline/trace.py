@@ -2,7 +2,8 @@
 
 A file opens with a header (version, level, policy, settings, what records it again) and, when it follows another, a
 snapshot of the core. Each event line is followed by its step lines. At level ``facts`` there is no text in it; ``full``
-adds lines with bodies and tokens. A writer that cannot keep up drops and says so: the file then *replays to* that point.
+adds lines with bodies and tokens. A writer that cannot keep up drops and says so: the file then *replays
+to* that point.
 """
 
 from __future__ import annotations

@@ -90,7 +90,12 @@ def view(runner: Runner) -> dict[str, Any]:
             "decode_rate": ready.decode_rate if ready else 0.0,
         },
         "slots": [
-            {"slot": s.id, "state": s.state.value, "row": s.row, "request": s.request if s.state.value != "free" else -1}
+            {
+                "slot": s.id,
+                "state": s.state.value,
+                "row": s.row,
+                "request": s.request if s.state.value != "free" else -1,
+            }
             for s in memory.slots
         ],
         "queue": list(memory.queue),

@@ -35,7 +35,7 @@ from stages.schema import ChatRequest, CompletionRequest, Message, Request, Tool
 from stages.validate import SYSTEM, prompt_of
 
 MARK = "\ufdd0\ufdd1"
-"""Two noncharacters, which Unicode gives to no text; a client's own are taken out."""
+"""Two noncharacters, which Unicode gives to no text; a client's own are cut out likewise."""
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 """Stands at the end of a message to be continued; the blank tells whether the template strips its content."""
 OWN_WORDS = 300
@@ -69,24 +69,24 @@ class Renderer:
 
     def _chat(self, request: ChatRequest, wall: float) -> list[int] | Refusal:
         rendered = self._render(request, wall)
-        return rendered if isinstance(rendered, Refusal) else self._begun(self._encode(rendered))
+        return rendered if isinstance(rendered, Refusal) else self._begun(self._encode(rendered.split(MARK)))
 
     def _completion(self, request: CompletionRequest) -> list[int] | Refusal:
         prompt = prompt_of(request)
         if isinstance(prompt, Refusal):
             return prompt
         if isinstance(prompt, str):
-            return self._begun(self._encode(prompt))
-        outside = next((index for index, token in enumerate(prompt) if not 0 <= token < self._vocab), None)
+            return self._begun(self._encode([prompt]))
+        outside = next((token for token in prompt if not 0 <= token < self._vocab), None)
         if outside is None:
             return prompt
-        text = f"The vocabulary of this model ends at {self._vocab - 1}: the prompt holds an id outside it."
-        return refuse("invalid_value", f"prompt[{outside}]", text)
+        text = f"prompt holds the token id {outside}; this model's vocabulary is 0 to {self._vocab - 1}."
+        return refuse("invalid_value", "prompt", text)
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, texts: list[str]) -> list[int]:
         ids: list[int] = []
-        for piece in text.split(MARK):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+        for text in texts:
+            ids += self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def _begun(self, ids: list[int]) -> list[int]:
@@ -184,7 +184,7 @@ def _guard(tokenizer: Tokenizer) -> Callable[[Any], Any]:
 
     def guard(value: Any) -> Any:
         if isinstance(value, str):
-            return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], value.replace(MARK, ""))
+            return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], value)
         if isinstance(value, dict):
             return {guard(name): guard(entry) for name, entry in value.items()}
         return [guard(entry) for entry in value] if isinstance(value, list) else value

@@ -39,13 +39,40 @@ class Piece(msgspec.Struct, frozen=True):
         return sum(len(part) for part in self.parts)
 
 
+class _Stop:
+    """A stop string and how much of it the text ends with.
+
+    Knuth, Morris and Pratt's walk: a character costs the same however long the stop is, and whatever the model writes.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.matched = 0
+        self._back = [0]  # by matched length - 1: the next shorter start of the stop that it ends with
+
+    def take(self, char: str) -> bool:
+        """Walk one character on; whether it completes the stop."""
+        while self.matched and self.text[self.matched] != char:
+            self.matched = self._back[self.matched - 1]
+        if self.text[self.matched] == char:
+            self.matched += 1
+            self._learn()
+        return self.matched == len(self.text)
+
+    def _learn(self) -> None:
+        for at in range(len(self._back), self.matched):
+            back = self._back[at - 1]
+            while back and self.text[at] != self.text[back]:
+                back = self._back[back - 1]
+            self._back.append(back + 1 if self.text[at] == self.text[back] else back)
+
+
 class TextStage:
     """The text of one run. ``pieces``: the bytes of each token id; ids beyond them have none."""
 
     def __init__(self, pieces: list[bytes], stops: list[str]) -> None:
         self._pieces = pieces
-        self._stops = stops
-        self._reach = max((len(stop) for stop in stops), default=0) - 1  # the longest tail that may start a stop
+        self._stops = [_Stop(stop) for stop in stops]
         self._utf8 = _decoder(errors="ignore")
         self._held = ""
         self._sent = 0  # characters let go
@@ -67,21 +94,31 @@ class TextStage:
 
     def finish(self) -> Piece:
         """No token follows: what was held is text after all, and a character still open is none."""
-        part, self._held = self._held, ""
-        self._sent += len(part)
+        part = self._release(len(self._held))
         return self._piece([part] if part else [])
 
     def _piece(self, parts: list[str]) -> Piece:
         return Piece(parts, len(self._ends), self._stopped, self._keep)
 
     def _token(self, data: bytes) -> str:
-        self._held += self._decode(data)
-        start, end = self._first_stop()
-        if end:
-            self._stopped = True
-            self._keep = sum(1 for reach in self._ends if reach <= self._sent + start)
-            return self._release(start, drop_rest=True)
-        return self._release(len(self._held) - self._tail())
+        text = self._decode(data)
+        before = len(self._held)
+        self._held += text
+        if not self._stops:
+            return self._release(len(self._held))
+        for end, char in enumerate(text, before + 1):
+            complete = [len(stop.text) for stop in self._stops if stop.take(char)]
+            if complete:
+                return self._stop_at(end - max(complete))
+        return self._release(len(self._held) - max(stop.matched for stop in self._stops))
+
+    def _stop_at(self, start: int) -> str:
+        """The stop begins at ``start`` in the held text: what stands before it is the last there is to say."""
+        self._stopped = True
+        self._keep = sum(1 for reach in self._ends if reach <= self._sent + start)
+        part = self._release(start)
+        self._held = ""
+        return part
 
     def _decode(self, data: bytes) -> str:
         """The characters ``data`` completes; notes how far into the text the token reaches."""
@@ -103,23 +140,7 @@ class TextStage:
         for index in range(len(self._ends) - self._open, len(self._ends)):
             self._ends[index] = at
 
-    def _first_stop(self) -> tuple[int, int]:
-        """Start and end, in the held text, of the stop complete first; an end of 0: none."""
-        found = [(self._held.find(stop), len(stop)) for stop in self._stops]
-        ends = [(start + size, start) for start, size in found if start >= 0]
-        end, start = min(ends, default=(0, 0))
-        return start, end
-
-    def _tail(self) -> int:
-        """The length of the longest tail of the held text that a stop begins with."""
-        for start in range(max(0, len(self._held) - self._reach), len(self._held)):
-            tail = self._held[start:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return len(tail)
-        return 0
-
-    def _release(self, count: int, drop_rest: bool = False) -> str:
-        part, rest = self._held[:count], self._held[count:]
-        self._held = "" if drop_rest else rest
-        self._sent += len(part)
+    def _release(self, count: int) -> str:
+        part, self._held = self._held[:count], self._held[count:]
+        self._sent += count
         return part

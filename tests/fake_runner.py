@@ -17,7 +17,7 @@ from pipeline.outcomes import CODES
 from pipeline.settings import Settings
 
 NAME = "0123456789abcdef01234567"
-PIECES = ["Hel", "lo", " wörld", "\n\u2028\"x\""]
+PIECES = ["Hel", "lo", " wörld", '\n\u2028"x"']
 
 
 class FakeCall:

@@ -1,4 +1,4 @@
-"""OpenAI's schemas, as far as answers need them: types, required keys, enums, references. Skips where the data is not."""
+"""OpenAI's schemas as far as answers need them: types, required keys, enums, references. Skips without the data."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_imports_run_one_way() -> None:
         assert not outside(path, ("stages", "engine.protocol")), path
     for path in sources("pipeline"):
         allowed = ("pipeline", "stages", "engine.protocol", "engine.link", "engine.weights.embedded")
-        assert not outside(path, (*allowed, "engine")) , path
+        assert not outside(path, (*allowed, "engine")), path
         assert not [n for n in outside(path, allowed) if n != "engine.protocol"], path
 
 
@@ -59,7 +59,9 @@ def test_only_http_knows_quart_and_only_the_machine_transitions() -> None:
                 assert "torch" not in tops or path.name == "runner.py", path
 
 
-@pytest.mark.parametrize("path", [ROOT / "pipeline" / f"{n}.py" for n in CORE] + sources("stages"), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path", [ROOT / "pipeline" / f"{n}.py" for n in CORE] + sources("stages"), ids=lambda p: p.name
+)
 def test_core_and_stages_are_pure(path: Path) -> None:
     """R3: no clock, chance, environment, thread or loop in core and stages, and no iteration over a set."""
     assert not [name for name in imports(path) if name.split(".")[0] in PURE]

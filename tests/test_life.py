@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -185,7 +187,7 @@ def test_lines_at_ten_twenty_thirty() -> None:
 
 
 def test_a_whole_answer_waits_its_queue_timeout() -> None:
-    """I2, I3: without a stream 429 after --queue-timeout; a stream waits as long as it may run and ends on its stream."""
+    """I2, I3: without a stream 429 after --queue-timeout; a stream waits as long as it may run."""
     world = World(Script(answers=[Answer(ids=[1] * 900, decode_ms=1_000.0)]), queue_timeout=40.0, request_timeout=100.0)
     first, whole, stream = world.arrive(), world.arrive(Plan(stream=False)), world.arrive()
     world.run_until(99.0)
@@ -311,7 +313,13 @@ def test_a_silent_engine() -> None:
     world = World(Script(answers=[Answer(ids=[1] * 9, decode_ms=100.0)]), failpoints=[{"silent_at_token": 5}, {}])
     first, second = world.arrive(), world.arrive()
     world.run_until(95.0)
-    assert [s.row for s in world.steps if s.life == "engine"] == ["loaded", "went_quiet", "given_up", "restarted", "loaded"]
+    assert [s.row for s in world.steps if s.life == "engine"] == [
+        "loaded",
+        "went_quiet",
+        "given_up",
+        "restarted",
+        "loaded",
+    ]
     assert world.clients[first].end is not None
     assert world.clients[first].end.code == "engine_restarting"
     times = [time for time, _ in world.clients[second].lines]
@@ -380,8 +388,8 @@ def test_prefill_lines() -> None:
     id = world.arrive(Plan(prompt=990))
     world.run_until(20.0)
     lines = world.clients[id].lines
-    assert [text for _, text in lines] == ["prefill 512/990", "prefill 768/990", "prefill 990/990"][: len(lines)] != []
-    assert all(later - earlier >= 1.0 for (earlier, _), (later, _) in zip(lines, lines[1:], strict=False))
+    assert [text for _, text in lines] == ["prefill 512/990", "prefill 768/990", "prefill 990/990"]
+    assert all(later - earlier >= 1.0 for (earlier, _), (later, _) in itertools.pairwise(lines))
     silent = World(Script(answers=[Answer(ids=[1], prefill_ms_per_row=10.0)]), prefill_heartbeat_s=0.0)
     other = silent.arrive(Plan(prompt=990))
     silent.run_until(20.0)
@@ -389,7 +397,7 @@ def test_prefill_lines() -> None:
 
 
 def test_a_stop_in_the_text() -> None:
-    """G5: a stop found in the text cancels the run, keeping the rows of what was sent; usage counts through the stop."""
+    """G5: a stop in the text cancels the run and keeps the rows of what was sent; usage counts through it."""
     world = World(Script(answers=[Answer(ids=[1] * 50, decode_ms=10.0)]))
     id = world.arrive(Plan(stop_at=7))
     world.run_until(5.0)

@@ -97,6 +97,15 @@ def test_overlapping_start():
     assert run([b"a", b"a", b"a", b"b"], ["aab"]) == ("a", 4, True, 1)
 
 
+def test_long_stop():
+    """A1: a stop of any length costs no more than the text, also where it nearly comes again and again."""
+    stage = TextStage([b"a" * 500, b"c", b"b"], ["a" * 2000 + "b"])
+    shown = "".join(part for token in [0, 0, 0, 1] * 200 for part in stage.push([token]).parts)
+    assert len(shown) == 200 * 1501
+    last = stage.push([0, 0, 0, 0, 0, 2])
+    assert ("".join(last.parts), last.stopped, last.keep) == ("a" * 500, True, 801)
+
+
 def test_first_complete_stop_wins():
     """A1: of several the one complete first; of those the longest."""
     assert run([b"xabc"], ["abc", "b"])[0] == "xa"

@@ -20,6 +20,8 @@ BACKLOG = 256
 KEEP_ALIVE_S = 75.0
 GRACE_S = 10.0
 """Added to ``--drain-timeout``: who is inside ends by the core's clock, not by a cut connection."""
+LAST_S = 5.0
+"""And this until Hypercorn would cancel what is left: a connection cut before ends in order."""
 HEADERS = 64 << 10
 """Bytes of a request's line and headers."""
 
@@ -36,7 +38,7 @@ class _Bound(Config):
         self.workers = 1
         self.backlog = BACKLOG
         self.keep_alive_timeout = KEEP_ALIVE_S
-        self.graceful_timeout = settings.drain_timeout + GRACE_S
+        self.graceful_timeout = settings.drain_timeout + GRACE_S + LAST_S
         self.h11_max_incomplete_size = HEADERS
         self.include_server_header = False
         # Its logs name paths and exceptions' texts: ours say what there is to say.
@@ -50,21 +52,21 @@ class _Bound(Config):
 async def serve(app: App, settings: Settings, shutdown: asyncio.Event, ready: Callable[[int], None]) -> None:
     """Serve until ``shutdown``, then let those inside finish. ``ready`` gets the port once it takes connections."""
     listener = listen(settings, app.connections)
+    cut: list[asyncio.TimerHandle] = []
 
     async def until() -> None:
         ready(int(listener.getsockname()[1]))
         await shutdown.wait()
         app.live.close()
+        cut.append(asyncio.get_running_loop().call_later(settings.drain_timeout + GRACE_S, app.connections.abort))
 
     with contextlib.closing(listener):
         try:
             served: Any = hypercorn(app, _Bound(listener, settings), shutdown_trigger=until)
             await served
-        except asyncio.CancelledError:
-            # Hypercorn's own, when the grace was over for somebody; one that is meant for us is passed on.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
+        finally:
+            for timer in cut:
+                timer.cancel()
 
 
 def listen(settings: Settings, connections: Connections) -> Listener:

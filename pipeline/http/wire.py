@@ -34,6 +34,15 @@ class Connections:
         """Remember an accepted connection for as long as it is open."""
         self._open[peer[:2]] = connection
 
+    def __len__(self) -> int:
+        """How many are open."""
+        return sum(connection.fileno() >= 0 for connection in list(self._open.values()))
+
+    def abort(self) -> None:
+        """Drop them all."""
+        for connection in list(self._open.values()):
+            abort(connection)
+
     def find(self, scope: Any) -> socket.socket | None:
         """The socket under a request; None for HTTP/2, where it carries other requests too, and in tests."""
         if scope.get("http_version", "").startswith("2"):

@@ -1,0 +1,286 @@
+"""Record the fixture traces again: real servers, the real engine, one scene a trace.
+
+    python -m tests.record NAME [FOLDER]      # NAME: a scene, or all; FOLDER: fixtures/traces
+
+Each scene drives the server into its rows; together they hit every row of the three tables (tests/test_replay.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.server import ROOT, Server, until
+
+LONG = "Tell me everything you know about rivers. " * 12
+Scene = Callable[[Server], None]
+SCENES: dict[str, tuple[tuple[str, ...], Scene]] = {}
+
+
+def scene(*flags: str) -> Callable[[Scene], Scene]:
+    """Register a scene with the server's flags."""
+
+    def register(play: Scene) -> Scene:
+        SCENES[play.__name__] = (flags, play)
+        return play
+
+    return register
+
+
+class Background:
+    """A request in a thread: ``response`` is there when it ended."""
+
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self.response: httpx.Response | None = None
+        self._thread = threading.Thread(target=self._run, args=(server, fields), daemon=True)
+        self._thread.start()
+
+    def _run(self, server: Server, fields: dict[str, Any]) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            self.response = server.chat(**fields)
+
+    def join(self) -> httpx.Response | None:
+        """Wait for it."""
+        self._thread.join(120)
+        return self.response
+
+
+@contextlib.contextmanager
+def held(server: Server, **fields: Any) -> Iterator[httpx.Response]:
+    """A long stream that holds the slot."""
+    with server.streamed(LONG, max_tokens=4_000, **fields) as response:
+        server.request_in("decoding")
+        yield response
+
+
+def heads_only(server: Server, length: int = 200) -> socket.socket:
+    """A connection that sent its headers and no body: the request has arrived and is no further."""
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        + f"Content-Length: {length}\r\n\r\n".encode()
+    )
+    return connection
+
+
+def rows(server: Server) -> list[str]:
+    """Every row in the histories the server still shows."""
+    state = server.state()
+    records = [*state["requests"], *state["recent"], state["engine"]]
+    return [row for record in records for _, row in record["history"]]
+
+
+def seen(server: Server, row: str) -> None:
+    """Wait until a row has fired."""
+    until(lambda: row in rows(server))
+
+
+# -- the scenes --------------------------------------------------------------------------------------------------------
+
+
+@scene("--strict-model")
+def chat(server: Server) -> None:
+    """Answers of every kind, and every refusal of a body."""
+    model = server.ready().state()["engine"]["model"]
+    server.chat("What is the capital of France?", model=model)
+    with server.streamed("Say hello.", model=model, temperature=0) as response:
+        response.read()
+    server.http.post("/v1/completions", json={"model": model, "prompt": "Once upon a time", "max_tokens": 5})
+    server.chat("Count: one two three four", model=model, max_tokens=40, stop=["e"], temperature=0)
+    server.chat("What is 1+1? Answer with one word.", model=model, max_tokens=200, temperature=0)
+    server.http.post("/v1/chat/completions", content=b"{nonsense")
+    server.chat(model=model, messages=[])
+    server.chat(model=model, functions=[{"name": "f"}])
+    server.chat(model="another-model")
+    server.http.post("/v1/completions", json={"model": model, "prompt": [999_999_999]})
+    server.chat("word " * 9_000, model=model)
+    server.idle()
+
+
+@scene("--max-queue", "1", "--line-every-s", "0.5", "--queue-timeout", "3")
+def queue(server: Server) -> None:
+    """Waiting, waiting lines, a full queue at both places, a time-out, a leaver."""
+    server.ready()
+    with held(server):
+        with server.streamed("Second") as waiting:
+            next(waiting.iter_text())
+            seen(server, "waiting_line")
+            server.chat("Third")
+        until(lambda: not server.state()["queue"])
+        whole = Background(server, text="Fourth")
+        server.request_in("queued")
+        whole.join()
+    server.idle()
+
+
+@scene("--max-queue", "1")
+def queue_filled(server: Server) -> None:
+    """A request whose body comes late finds that the queue filled meanwhile."""
+    server.ready()
+    body = b'{"messages":[{"role":"user","content":"Late"}]}'
+    with held(server):
+        late = heads_only(server, len(body))
+        server.request_in("received")
+        second = Background(server, text="Second")
+        server.request_in("queued")
+        late.sendall(body)
+        seen(server, "queue_filled")
+        late.close()
+    second.join()
+    server.idle()
+
+
+@scene("--max-live", "1", "--request-timeout", "2")
+def limits(server: Server) -> None:
+    """Too many before the queue; a run that is out of time."""
+    server.ready()
+    first = heads_only(server)
+    server.request_in("received")
+    server.chat("Second")
+    first.close()
+    server.idle()
+    server.chat(LONG, max_tokens=4_000)
+    with server.streamed(LONG, max_tokens=4_000) as response:
+        response.read()
+    server.idle()
+
+
+@scene("--safe-rows", "64")
+def leavers(server: Server) -> None:
+    """Clients leave before their body came, in admission, in prefill, in decode and in the queue."""
+    server.ready()
+    before = heads_only(server)
+    server.request_in("received")
+    before.close()
+    server.idle()
+    server.kill_engine(signal.SIGSTOP)
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.5) as client:
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    server.kill_engine(signal.SIGCONT)
+    server.idle()
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=1.0) as client:
+        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": LONG * 30}]})
+    server.idle()
+    with held(server):
+        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.5) as client:
+            client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    server.idle()
+
+
+@scene("--quiet-s", "1.5", "--give-up-s", "2.5", "--line-every-s", "0.5")
+def silent(server: Server) -> None:
+    """The engine falls silent, is heard again, falls silent for good and starts again."""
+    server.ready()
+    with held(server) as stream:
+        with server.streamed("Second") as waiting:
+            server.kill_engine(signal.SIGSTOP)
+            seen(server, "waits_silently")
+            server.kill_engine(signal.SIGCONT)
+            seen(server, "heard_again")
+            server.kill_engine(signal.SIGSTOP)
+            seen(server, "given_up")
+            waiting.read()
+        stream.read()
+    server.idle()
+
+
+@scene("--line-every-s", "0.5")
+def crash(server: Server) -> None:
+    """The engine is killed with one request running and one waiting, then with one admitted."""
+    server.ready()
+    with held(server) as stream, server.streamed("Second") as waiting:
+        server.kill_engine()
+        stream.read()
+        waiting.read()
+    server.ready()
+    server.kill_engine(signal.SIGSTOP)
+    again = Background(server, text="Third")
+    server.request_in("admitted")
+    server.kill_engine()
+    again.join()
+    server.idle()
+
+
+@scene("--failpoints", "die_at_load=1", "--retry-failed-s", "4")
+def crash_loop(server: Server) -> None:
+    """Three failed starts: the queue ends, new ones are refused, one tries again."""
+    server.chat("First")
+    until(lambda: server.state()["engine"]["state"] == "failed")
+    server.chat("Too soon")
+    time.sleep(4.2)
+    server.chat("Tries again")
+    until(lambda: server.state()["engine"]["state"] == "failed")
+
+
+@scene("--failpoints", "fault_at_token=3,decline_start=2")
+def faults(server: Server) -> None:
+    """A fault in a run, and a start the engine declines."""
+    server.ready()
+    server.chat("First")
+    server.chat("Second")
+    server.chat("Third")
+    server.idle()
+
+
+@scene("--drain-timeout", "2")
+def drain(server: Server) -> None:
+    """Stopped with one running and one waiting: a new one is refused, and the time runs out."""
+    server.ready()
+    with held(server) as stream:
+        waiting = Background(server, text="Second")
+        server.request_in("queued")
+        server.signal()
+        until(lambda: server.http.get("/health").json()["status"] == "draining")
+        server.chat("Too late")
+        stream.read()
+        waiting.join()
+    server.wait()
+
+
+@scene("--safe-rows", "64", "--prefill-heartbeat-s", "0.2")
+def prefill(server: Server) -> None:
+    """A long prompt says how far it is."""
+    server.ready()
+    with server.streamed(LONG * 40) as response:
+        response.read()
+    server.idle()
+
+
+def record(name: str, folder: Path) -> Path:
+    """Play one scene and keep its trace as ``folder/NAME.jsonl``."""
+    flags, play = SCENES[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        note = ("--trace-note", f"python -m tests.record {name}")
+        with Server("--trace", scratch, *note, *flags) as server:
+            play(server)
+            if server.process.poll() is None:
+                server.signal()
+            server.wait()
+        [trace] = Path(scratch).glob("*.jsonl")
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{name}.jsonl"
+        shutil.copyfile(trace, target)
+        return target
+
+
+def main() -> None:
+    """The command line."""
+    name, folder = sys.argv[1], Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "fixtures" / "traces"
+    for each in SCENES if name == "all" else [name]:
+        print(f"{each} …", flush=True)
+        print(f"  {record(each, folder)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
