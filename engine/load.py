@@ -112,7 +112,7 @@ def load(
     progress("check", 0, 1)
     bench = Bench(model, caches[0], window, device)
     check_ms = self_check(bench)
-    safe = config.safe_rows or safe_rows(config.prefix_chunk, window, check_ms / 1000 / bench.rows, bench.deep)
+    safe = config.safe_rows or safe_rows(config.prefix_chunk, window, bench.deep)
     progress("check", 1, 1)
     ready = Ready(
         config.epoch,
@@ -180,9 +180,8 @@ class Bench:
         return max(time.perf_counter() - began, 1e-9)
 
     def deep(self, rows: int) -> float:
-        """Seconds of a step at the end of the window, where it takes longest. The better of two, if one is too long."""
-        first = self.step(rows, self._window - rows)
-        return first if first <= STEP_S else min(first, self.step(rows, self._window - rows))
+        """Seconds of a step at the end of the window, where it takes longest: the better of two, as others are busy too."""
+        return min(self.step(rows, self._window - rows) for _ in range(2))
 
     def decode_rate(self) -> float:
         """Rows a second, one at a time."""
@@ -203,14 +202,22 @@ def self_check(bench: Bench) -> float:
     return ms
 
 
-def safe_rows(grid: int, window: int, row_s: float, deep: Callable[[int], float]) -> int:
+def safe_rows(grid: int, window: int, deep: Callable[[int], float]) -> int:
     """The most rows a prefill step may have: a divisor of ``grid``, with a step at the window's end within ``STEP_S``.
 
-    ``row_s`` is what a row costs in a small step, a first guess; ``deep`` times a step of so many rows.
+    ``deep`` times such a step, in seconds. A row never costs more in a larger step, so the time so far, scaled up, bounds
+    the next larger one's: none is tried that could take much longer than it may.
     """
     divisors = [rows for rows in range(1, grid + 1) if grid % rows == 0 and rows <= window]
-    guesses = [rows for rows in divisors if rows * row_s <= STEP_S] or divisors[:1]
-    return next((rows for rows in reversed(guesses) if deep(rows) <= STEP_S), guesses[0])
+    rows = max(rows for rows in divisors if rows <= CHECK_ROWS)
+    seconds = deep(rows)
+    if seconds > STEP_S:
+        return max((less for less in divisors if less * seconds <= STEP_S * rows), default=divisors[0])
+    for more in (more for more in divisors if more > rows):
+        if seconds * more > STEP_S * rows or (taken := deep(more)) > STEP_S:
+            break
+        rows, seconds = more, taken
+    return rows
 
 
 def _refuse_bad(config: Config, native: int) -> None:

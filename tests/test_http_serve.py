@@ -206,6 +206,22 @@ def test_connection_is_kept() -> None:
     asyncio.run(run())
 
 
+def test_no_web_sockets() -> None:
+    """P5: there is no web socket here, so no page opens one."""
+
+    async def run() -> None:
+        async with served(FakeRunner()) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            upgrade = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"]
+            lines = ["GET /dev/events HTTP/1.1", "Host: localhost", *upgrade, "Sec-WebSocket-Key: " + "A" * 22 + "=="]
+            writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+            status = await reader.readuntil(b"\r\n")
+            writer.close()
+        assert status.split()[1][:1] == b"4"
+
+    asyncio.run(run())
+
+
 def test_stop_ends_live_readers() -> None:
     """R8: readers of the live events do not hold a stopping server."""
 

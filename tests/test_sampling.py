@@ -129,14 +129,17 @@ def test_noise_is_above_zero_and_philox_is_the_published_one() -> None:
     assert all(noise(seed, 0, 0, 1000).min() > 0 for seed in range(50))
     # Random123's known answer for philox4x64-10, counter 0 and key 0; numpy counts up before it draws
     words = np.random.Philox(key=np.zeros(2, np.uint64), counter=np.full(4, 2**64 - 1, np.uint64)).random_raw(4)
-    assert [f"{w:016x}" for w in words] == ["16554d9eca36314c", "db20fe9d672d0fdc", "d7e772cee186176b", "7e68b68aec7ba23b"]
+    assert [f"{w:016x}" for w in words] == [
+        "16554d9eca36314c",
+        "db20fe9d672d0fdc",
+        "d7e772cee186176b",
+        "7e68b68aec7ba23b",
+    ]
 
 
 def test_the_stream_is_pinned() -> None:
     """F8: a change of this stream changes every sampled answer; it must not come unnoticed."""
-    words = np.random.Philox(
-        key=np.array([42, 1], np.uint64), counter=np.array([0, 0, 9, 0], np.uint64)
-    ).random_raw(2)
+    words = np.random.Philox(key=np.array([42, 1], np.uint64), counter=np.array([0, 0, 9, 0], np.uint64)).random_raw(2)
     expected = [-math.log(((int(w) >> shift & 0xFFFFFFFF) + 0.5) / 2**32) for w in words for shift in (0, 32)]
     assert noise(42, 1, 9, 4) == pytest.approx(expected, rel=1e-6)
 

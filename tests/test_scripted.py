@@ -36,7 +36,9 @@ DESCRIBED = Described(1, "m", "llama", "scripted", "{}", "", {}, [0], False, Non
 class Driver:
     """Virtual time: messages at their times, the engine whenever it is due; ``ack`` answers Tokens with Seen."""
 
-    def __init__(self, *answers: Answer, load_ms: float = 0.0, ack: bool = True, parallel: int = 1, **points: int) -> None:
+    def __init__(
+        self, *answers: Answer, load_ms: float = 0.0, ack: bool = True, parallel: int = 1, **points: int
+    ) -> None:
         config = Config(1, "", safe_rows=4, failpoints=points, parallel=parallel)
         self.engine = ScriptedEngine(config, DESCRIBED, Script(list(answers) or [Answer()], load_ms))
         self.ack, self.now = ack, 0.0
@@ -64,7 +66,9 @@ class Driver:
                 self._note(self.engine.handle(Seen(1, message.run, message.start + len(message.ids)), self.now))
 
 
-def start(run: int = 1, prompt: int = 10, max_tokens: int = 50, slot: int = 0, stop_ids: list[int] | None = None) -> Start:
+def start(
+    run: int = 1, prompt: int = 10, max_tokens: int = 50, slot: int = 0, stop_ids: list[int] | None = None
+) -> Start:
     return Start(1, run, slot, list(range(prompt)), Sampling(), max_tokens, stop_ids or [])
 
 

@@ -10,7 +10,9 @@ from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Sampling
 from engine.sequence import Sequence, Slots, Step
 
 
-def start(prompt: int = 5, max_tokens: int = 4, run: int = 1, slot: int = 0, stop_ids: list[int] | None = None) -> Start:
+def start(
+    prompt: int = 5, max_tokens: int = 4, run: int = 1, slot: int = 0, stop_ids: list[int] | None = None
+) -> Start:
     return Start(1, run, slot, list(range(100, 100 + prompt)), Sampling(), max_tokens, stop_ids or [])
 
 

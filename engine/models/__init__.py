@@ -1,0 +1,1 @@
+"""Models: a registry of builders, and the layers they are put together from."""

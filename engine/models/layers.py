@@ -82,13 +82,13 @@ def rotate(heads: Tensor, turn: Tensor) -> None:
 
     The two of a pair are neighbours, so a pair is one complex number.
     """
-    torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(turn)
+    torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2)).mul_(turn)
 
 
 def causal_mask(n: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """What new row ``start + i`` may not see, added to scores: ``[n, start + n]``. None where nothing or torch's own does.
+    """What new row ``start + i`` may not see: ``[n, start + n]`` of 0 and -inf, added to scores.
 
-    One row sees all; from row 0 on, torch's own causal rule is the right one and needs no memory.
+    None where there is no need: one row sees all, and from row 0 on torch's own causal rule is right.
     """
     if n == 1 or start == 0:
         return None
@@ -97,10 +97,10 @@ def causal_mask(n: int, start: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of ``q`` ``[n, heads, head_dim]`` over ``kv`` ``[2 * kv_heads, rows, head_dim]``, ``[n, heads * head_dim]``.
+    """``q`` ``[n, heads, head_dim]`` over ``kv`` ``[2 * kv_heads, rows, head_dim]``: ``[n, heads * head_dim]``.
 
-    Several heads share keys. One row: those heads are put as rows of one head, so keys are read once. More rows: keys are
-    spread by a view. (``enable_gqa`` takes 5 times as long here for one row.)
+    Several heads share keys. One row: those heads are put as rows of one head, so keys are read once. More rows: keys
+    are spread by a view. (``enable_gqa`` takes 5 times as long here for one row.)
     """
     n, heads, width = q.shape
     kv_heads, rows = kv.shape[0] // 2, kv.shape[1]

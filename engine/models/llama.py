@@ -1,6 +1,7 @@
 """Llama and everything of its shape: RMS norm, rotary grouped attention, gated feed-forward, no biases.
 
-Source: transformers' ``modeling_llama.py``, which the tests compare with.
+Source: transformers' ``modeling_llama.py``, which the tests compare with. The two of a rotated pair are neighbours here,
+as llama's converter to GGUF leaves them; transformers has them half a head apart, and rows are put in order on reading.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def build(checkpoint: Checkpoint, loader: Loader, *, device: torch.device, rows:
     if config.rope_scaling is not None and config.rope_scaling.kind == "factors":
         factors = loader.vector("rope_freqs.weight", config.head_dim // 2)
     table = loader.table("token_embd.weight", config.vocab, config.hidden)
-    stack = [_layer(loader, config, i, pairs=checkpoint.rope_pairs) for i in range(config.layers)]
+    stack = [_layer(loader, config, i, pairs=checkpoint.form == "gguf") for i in range(config.layers)]
     norm = layers.norm_weight(loader.vector("output_norm.weight", config.hidden))
     head = table if config.tied else loader.table("output.weight", config.vocab, config.hidden)
     window = min(rows, config.window) if rows else config.window

@@ -33,7 +33,9 @@ class Loader:
         A tensor that the builder does not use (a bias, an expert) means another model than the one it would build.
         """
         if unknown := sorted(self._names - names - ignored):
-            raise CheckpointError(f"The checkpoint has a tensor {unknown[0]}, which this architecture does not use here.")
+            raise CheckpointError(
+                f"The checkpoint has a tensor {unknown[0]}, which this architecture does not use here."
+            )
         if missing := sorted(names - self._names):
             raise CheckpointError(f"The checkpoint has no tensor {missing[0]}; it is incomplete.")
 

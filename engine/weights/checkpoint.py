@@ -1,14 +1,14 @@
-"""Opens a checkpoint of either format. Metadata is read at once, tokenizer and configuration when asked, tensors last.
+"""Opens a checkpoint of either format: metadata at once, tokenizer and configuration when asked, tensors last.
 
-So an unknown architecture is named before anything else of the file is interpreted, and prompts can be rendered while the
-weights are still being read.
+So an unknown architecture is named before anything else of the file is interpreted, and prompts can be rendered while
+the weights are still being read.
 """
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from engine.weights.config import Config
 from engine.weights.errors import CheckpointError
@@ -25,15 +25,16 @@ class Format(Protocol):
     name: str
     architecture: str
     file_bytes: int
-    rope_pairs: bool
-    source: Source
+    form: Literal["gguf", "safetensors"]
 
-    def config(self) -> Config: ...  # noqa: D102
-    def tokenizer_json(self) -> str: ...  # noqa: D102
-    def template(self) -> str: ...  # noqa: D102
-    def special(self) -> dict[str, str]: ...  # noqa: D102
-    def end_ids(self) -> list[int]: ...  # noqa: D102
-    def bos(self) -> tuple[bool, int | None]: ...  # noqa: D102
+    @property
+    def source(self) -> Source: ...
+    def config(self) -> Config: ...
+    def tokenizer_json(self) -> str: ...
+    def template(self) -> str: ...
+    def special(self) -> dict[str, str]: ...
+    def end_ids(self) -> list[int]: ...
+    def bos(self) -> tuple[bool, int | None]: ...
 
 
 class Checkpoint:
@@ -47,8 +48,8 @@ class Checkpoint:
         """What the registry is asked for: "llama", …"""
         self.file_bytes = form.file_bytes
         """Bytes of the GGUF file, or of all safetensors files together."""
-        self.rope_pairs = form.rope_pairs
-        """Whether rows of q and k lie so that the two of a rotated pair are neighbours (GGUF's llama order)."""
+        self.form = form.form
+        """The file format; builders know in which order a family's converter leaves rows."""
 
     @cached_property
     def config(self) -> Config:

@@ -10,9 +10,9 @@ import msgspec
 class RopeScaling(msgspec.Struct, frozen=True):
     """How a checkpoint stretches its rotary angles over a longer window than it was trained on.
 
-    ``linear``: every frequency divided by ``factor``. ``llama3``: low frequencies divided by ``factor``, high ones left,
-    a ramp between (``low_freq_factor``, ``high_freq_factor``, ``original_window`` in rows). ``factors``: the file has one
-    divisor a frequency in the tensor ``rope_freqs.weight`` (how GGUF carries llama3 scaling).
+    ``linear``: every frequency divided by ``factor``. ``llama3``: low frequencies divided by ``factor``, high ones
+    left, a ramp between (``low_freq_factor``, ``high_freq_factor``, ``original_window`` in rows). ``factors``: the file
+    has one divisor a frequency in the tensor ``rope_freqs.weight`` (how GGUF carries llama3 scaling).
     """
 
     kind: Literal["linear", "llama3", "factors"]

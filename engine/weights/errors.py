@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CheckpointError(Exception):
-    """The checkpoint cannot be served as it is. The text is a plain sentence that names what is wrong and what to do."""
+    """The checkpoint cannot be served as it is. The text is a plain sentence: what is wrong and what to do."""

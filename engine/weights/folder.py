@@ -1,8 +1,8 @@
 """A folder of safetensors, as transformers writes it, as a checkpoint.
 
 ``config.json``, one or several ``*.safetensors`` (with their index), ``tokenizer.json``, and where present
-``tokenizer_config.json``, ``generation_config.json`` and ``chat_template.jinja``. A setting that would change the result
-and is not understood is refused.
+``tokenizer_config.json``, ``generation_config.json`` and ``chat_template.jinja``. A setting that would change the
+result and is not understood is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -86,10 +86,12 @@ class Shards:
         if name not in self._places:
             raise CheckpointError(f"The folder has no tensor {name}; the checkpoint is incomplete.")
         file, own = self._places[name]
-        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+        with safe_open(file, framework="pt") as opened:
             tensor: torch.Tensor = opened.get_tensor(own)
         if tensor.dtype not in KINDS:
-            raise CheckpointError(f"Tensor {own} is stored as {tensor.dtype}; use bfloat16, float16 or float32 weights.")
+            raise CheckpointError(
+                f"Tensor {own} is stored as {tensor.dtype}; use bfloat16, float16 or float32 weights."
+            )
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
         flat = tensor.reshape(rows, -1).clone()
         return Stored(KINDS[tensor.dtype], rows, flat.shape[1], flat.view(torch.uint8))
@@ -97,7 +99,7 @@ class Shards:
 
 def _tensor_names(file: Path) -> list[str]:
     try:
-        with safe_open(file, framework="pt") as opened:  # type: ignore[no-untyped-call]
+        with safe_open(file, framework="pt") as opened:
             return list(opened.keys())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file.name} is damaged or not a safetensors file; download it again.") from error
@@ -117,9 +119,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """One folder. q and k lie as transformers has them: the two of a rotated pair half a head apart."""
+    """One folder."""
 
-    rope_pairs = False
+    form: Literal["gguf", "safetensors"] = "safetensors"
 
     def __init__(self, path: Path) -> None:
         """Reads the JSON files and the headers. Raises CheckpointError when one is missing or cannot be read."""

@@ -1,41 +1,44 @@
 """A GGUF file as a checkpoint: its metadata keys, put into our terms.
 
-Keys are those of the GGUF specification (ggml/docs/gguf.md). A key that would change the result and is not understood is
-refused, so that a model is never served wrongly.
+Keys are those of the GGUF specification (ggml/docs/gguf.md). A key that would change the result and is not understood
+is refused, so that a model is never served wrongly.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.weights.config import Config, RopeScaling
 from engine.weights.ends import END_TEXTS
 from engine.weights.errors import CheckpointError
 from engine.weights.gguf_reader import GgufFile
-from engine.weights.gguf_tokenizer import CONTROL, tokenizer_json
+from engine.weights.gguf_tokenizer import CONTROL, begins_with_bos, tokenizer_json
 
 REQUIRED = object()
 
 
 class Gguf:
-    """One GGUF file. ``rope_pairs``: llama's converter reorders rows of q and k, those of other families do not."""
+    """One GGUF file."""
+
+    form: Literal["gguf", "safetensors"] = "gguf"
 
     def __init__(self, path: Path) -> None:
         """Reads the metadata. Raises CheckpointError when the file cannot be read."""
         self.source = GgufFile(path)
-        self._meta = self.source.meta
         self.name = path.stem
         self.file_bytes = path.stat().st_size
         self.architecture = str(self._value("general.architecture"))
-        self.rope_pairs = self.architecture == "llama"
-        if self._meta.get("split.count", 1) > 1:
+        if self.source.get("split.count", 1) > 1:
             raise CheckpointError(f"{path.name} is one part of several; merge them with gguf-split --merge first.")
 
     def _value(self, key: str, default: Any = REQUIRED) -> Any:
-        value = self._meta.get(key, default)
+        value = self.source.get(key, default)
         if value is REQUIRED:
-            raise CheckpointError(f"The GGUF file lacks the key {key}; convert the model anew with a current converter.")
+            raise CheckpointError(
+                f"The GGUF file lacks the key {key}: its architecture {self.source.get('general.architecture')} "
+                "is not supported, or it should be converted anew with a current converter."
+            )
         return value
 
     def _own(self, key: str, default: Any = REQUIRED) -> Any:
@@ -83,7 +86,7 @@ class Gguf:
         kind = self._own("rope.scaling.type", "none")
         # Files older than the key "type" carry a linear factor alone.
         factor = float(self._own("rope.scaling.factor", self._own("rope.scale_linear", 1.0)))
-        if kind == "linear" or (kind == "none" and "rope.scaling.type" not in self._meta and factor != 1.0):
+        if kind == "linear" or (kind == "none" and self._own("rope.scaling.type", None) is None and factor != 1.0):
             return RopeScaling("linear", factor)
         if kind != "none":
             raise CheckpointError(f"The model stretches its window by {kind} scaling, which is not supported.")
@@ -91,7 +94,7 @@ class Gguf:
 
     def tokenizer_json(self) -> str:
         """Built from ``tokenizer.ggml.*``."""
-        return tokenizer_json(self._meta)
+        return tokenizer_json(self.source)
 
     def template(self) -> str:
         """The chat template, "" when there is none."""
@@ -101,12 +104,12 @@ class Gguf:
         """The text of the tokens that the metadata names."""
         tokens = self._value("tokenizer.ggml.tokens")
         keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-        ids = {name: self._meta.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+        ids = {name: self.source.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
         return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
 
     def end_ids(self) -> list[int]:
         """eos, eot and eom of the metadata, and control tokens that end a turn by their text."""
-        named = (self._meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+        named = (self.source.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
         kinds = self._value("tokenizer.ggml.token_type", [])
         texts = self._value("tokenizer.ggml.tokens")
         by_text = {i for i, (text, kind) in enumerate(zip(texts, kinds, strict=False)) if kind == CONTROL}
@@ -114,7 +117,6 @@ class Gguf:
 
     def bos(self) -> tuple[bool, int | None]:
         """Whether a prompt starts with it, and its id. Without the key it does where llama.cpp says so."""
-        bos = self._meta.get("tokenizer.ggml.bos_token_id")
-        usual = self._meta.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3")
-        add = bool(self._value("tokenizer.ggml.add_bos_token", usual))
+        bos = self.source.get("tokenizer.ggml.bos_token_id")
+        add = bool(self._value("tokenizer.ggml.add_bos_token", begins_with_bos(self.source)))
         return add and bos is not None, None if bos is None else int(bos)

@@ -1,9 +1,9 @@
-"""Reads a GGUF file: metadata at once, tensors one by one when asked.
+"""Reads a GGUF file: short metadata at once, long arrays and tensors when asked.
 
 ``gguf.GGUFReader`` makes two numpy views for each string of each array, 3.8 s for a vocabulary of 49,152. The subclass
-below walks arrays with ``struct`` instead (0.1 s) and hands back parts that ``ReaderField.contents`` reads all the same.
-It maps the file; this module closes that map as soon as the metadata is copied, so that no page of it stays resident,
-and reads tensors with plain reads.
+below only walks over arrays (0.1 s) and notes where they lie; their values are decoded when asked and not kept, or a
+vocabulary would add a sixth to the memory of a small model. The reader maps the file; this module closes that map as
+soon as the metadata is copied, so that no page of it stays resident, and reads arrays and tensors with plain reads.
 """
 
 from __future__ import annotations
@@ -24,8 +24,30 @@ from engine.weights.stored import Stored
 LENGTH = struct.Struct("<Q")
 
 
-class QuickReader(GGUFReader):  # type: ignore[misc]
-    """``GGUFReader`` with arrays parsed in bulk. Little-endian files only."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An array's values: ``count`` of type ``item`` in ``size`` bytes from ``offset`` on."""
+
+    item: GGUFValueType
+    count: int
+    offset: int
+    size: int
+
+    def values(self, raw: bytes) -> list[Any]:
+        """The values in ``raw``, the span's own bytes."""
+        if self.item != GGUFValueType.STRING:
+            plain: list[Any] = np.frombuffer(raw, QuickReader.gguf_scalar_to_np[self.item]).tolist()
+            return plain
+        strings, offset = [], 0
+        for _ in range(self.count):
+            end = offset + 8 + LENGTH.unpack_from(raw, offset)[0]
+            strings.append(raw[offset + 8 : end].decode())
+            offset = end
+        return strings
+
+
+class QuickReader(GGUFReader):
+    """``GGUFReader`` that leaves a :class:`Span` in place of an array's values. Little-endian files only."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if GGUFValueType(raw_type) != GGUFValueType.ARRAY:
@@ -35,26 +57,21 @@ class QuickReader(GGUFReader):  # type: ignore[misc]
             return parsed
         item = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         count = int(self._get(orig_offs + 4, np.uint64)[0])
-        types = [GGUFValueType.ARRAY, item]
         start = orig_offs + 12
-        if item == GGUFValueType.STRING:
-            end, strings = self._strings(start, count)
-            return end - orig_offs, strings, list(range(count)), types
+        size = self._strings_size(start, count) if item == GGUFValueType.STRING else self._plain_size(item, count)
+        return 12 + size, [Span(item, count, start, size)], [0], [GGUFValueType.ARRAY, item]
+
+    def _plain_size(self, item: GGUFValueType, count: int) -> int:
         if item not in self.gguf_scalar_to_np:
             raise CheckpointError(f"The GGUF file holds an array of {item.name}, which is not supported.")
-        values = self._get(start, self.gguf_scalar_to_np[item], count)
-        return 12 + int(values.nbytes), [values], [0], types
+        return int(np.dtype(self.gguf_scalar_to_np[item]).itemsize) * count
 
-    def _strings(self, offset: int, count: int) -> tuple[int, list[memoryview]]:
-        """``count`` length-prefixed strings from byte ``offset`` on; returns the byte behind them too."""
-        raw = memoryview(self.data)
-        parts = []
+    def _strings_size(self, start: int, count: int) -> int:
+        """Bytes of ``count`` length-prefixed strings from ``start`` on."""
+        raw, offset = self.data.data, start
         for _ in range(count):
-            (length,) = LENGTH.unpack_from(raw, offset)
-            offset += 8
-            parts.append(raw[offset : offset + length])
-            offset += length
-        return offset, parts
+            offset += 8 + LENGTH.unpack_from(raw, offset)[0]
+        return offset - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +86,7 @@ class Place:
 
 
 class GgufFile:
-    """``meta``: every metadata value as a plain Python value. A :class:`~engine.weights.stored.Source` of tensors."""
+    """Metadata by key, and a :class:`~engine.weights.stored.Source` of tensors."""
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError when ``path`` is no GGUF file this can read."""
@@ -82,11 +99,20 @@ class GgufFile:
             ) from error
         if reader.byte_order == "S":
             raise CheckpointError(f"{path.name} is a big-endian GGUF file; convert it to little-endian.")
-        self.meta: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
+        self._meta = {name: _content(field) for name, field in reader.fields.items()}
         self._places = {str(t.name): _place(t) for t in reader.tensors}
         end = max((p.offset + p.size for p in self._places.values()), default=0)
         if end > path.stat().st_size:
             raise CheckpointError(f"{path.name} is shorter than its own table of tensors says; download it again.")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A metadata value as a plain Python value; an array is read and decoded anew each time."""
+        value = self._meta.get(key, default)
+        if not isinstance(value, Span):
+            return value
+        with self.path.open("rb") as file:
+            file.seek(value.offset)
+            return value.values(file.read(value.size))
 
     def names(self) -> set[str]:
         """GGUF's own names; they are the canonical ones."""
@@ -100,9 +126,14 @@ class GgufFile:
         data = torch.empty(place.size, dtype=torch.uint8)
         with self.path.open("rb") as file:
             file.seek(place.offset)
-            if file.readinto(memoryview(data.numpy())) != place.size:
+            if file.readinto(data.numpy().data) != place.size:
                 raise CheckpointError(f"{self.path.name} ends inside tensor {name}; download it again.")
         return Stored(place.kind, place.rows, place.cols, data.view(place.rows, -1))
+
+
+def _content(field: Any) -> Any:
+    """``field`` is gguf's ReaderField."""
+    return field.parts[-1] if isinstance(field.parts[-1], Span) else field.contents()
 
 
 def _place(tensor: Any) -> Place:

@@ -1,15 +1,16 @@
 """A GGUF file's vocabulary as the JSON of the ``tokenizers`` package.
 
-Byte-level BPE only (``tokenizer.ggml.model`` "gpt2"). How text is cut before merging is not in the file, only a name for
-it; the rules behind the names are those of the models' own tokenizer.json and of llama.cpp (``llama-vocab.cpp``). A name
-that is not known here is refused: a tokenizer that is nearly right gives answers that are quietly worse. SentencePiece
-vocabularies ("llama") are refused too: ``tokenizers`` breaks ties between merges in another order, so ids could differ.
+Byte-level BPE only (``tokenizer.ggml.model`` "gpt2"). How text is cut before merging is not in the file, only a name
+for it; the rules behind the names are those of the models' own tokenizer.json and of llama.cpp (``llama-vocab.cpp``). A
+name that is not known here is refused: a tokenizer that is nearly right gives answers that are quietly worse.
+SentencePiece vocabularies ("llama") are refused too: ``tokenizers`` breaks ties between merges in another order, so ids
+could differ.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from engine.weights.errors import CheckpointError
 
@@ -40,29 +41,45 @@ _DIGITS = {
     "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(True)],
 }
 
-PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
-    "default": _cut("[\\p{P}\\$\\+<=>\\^~\\|]+", _WORDS, "\\p{N}+", "[0-9][0-9][0-9]"),
-    "gpt-2": _byte_level(True),
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "llama-bpe": _cut(_LLAMA3),
-    "llama3": _cut(_LLAMA3),
-    "llama-v3": _cut(_LLAMA3),
-    "dbrx": _cut(_LLAMA3),
-    "qwen2": _cut(_QWEN2),
-    "deepseek-r1-qwen": _cut(_QWEN2),
+
+class Pre(NamedTuple):
+    """``rules`` cut text into words. ``nfc``: text is normalised first.
+
+    ``whole``: a word that is itself in the vocabulary is taken without merging. ``bos``: prompts begin with the bos token
+    where the file does not say.
+    """
+
+    rules: dict[str, Any]
+    nfc: bool = False
+    whole: bool = False
+    bos: bool = False
+
+
+PRE_TOKENIZERS = {
+    "default": Pre(_cut("[\\p{P}\\$\\+<=>\\^~\\|]+", _WORDS, "\\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": Pre(_byte_level(True)),
+    "smollm": Pre(_DIGITS),
+    "starcoder": Pre(_DIGITS),
+    "refact": Pre(_DIGITS),
+    "llama-bpe": Pre(_cut(_LLAMA3), whole=True, bos=True),
+    "llama3": Pre(_cut(_LLAMA3), whole=True, bos=True),
+    "llama-v3": Pre(_cut(_LLAMA3), whole=True, bos=True),
+    "dbrx": Pre(_cut(_LLAMA3)),
+    "qwen2": Pre(_cut(_QWEN2), nfc=True),
+    "deepseek-r1-qwen": Pre(_cut(_QWEN2), nfc=True),
 }
 """By ``tokenizer.ggml.pre``."""
 
-NORMALISED = ("qwen2", "deepseek-r1-qwen")
-"""Families whose own tokenizer.json brings text to NFC first."""
 
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
-"""Families where a word that is itself in the vocabulary is taken whole, without merging (``ignore_merges``)."""
+class Metadata(Protocol):
+    """A GGUF file's metadata; a plain dictionary will do."""
+
+    def get(self, key: str, default: Any = None, /) -> Any:
+        """The value, or ``default`` where the file has none."""
+        ...
 
 
-def tokenizer_json(meta: dict[str, Any]) -> str:
+def tokenizer_json(meta: Metadata) -> str:
     """The tokenizer that ``meta`` (the file's metadata) describes. Raises CheckpointError for one not supported."""
     model = meta.get("tokenizer.ggml.model", "none")
     if model != "gpt2":
@@ -70,7 +87,7 @@ def tokenizer_json(meta: dict[str, Any]) -> str:
             f"The GGUF file's vocabulary is of the type {model}, and only gpt2 (byte-level BPE) is supported; "
             "use the model's safetensors folder, which carries its own tokenizer.json."
         )
-    pre = str(meta.get("tokenizer.ggml.pre", "default"))
+    pre = _pre_name(meta)
     if pre not in PRE_TOKENIZERS:
         raise CheckpointError(
             f"The GGUF file's pre-tokenizer {pre} is not known; known are {', '.join(PRE_TOKENIZERS)}. "
@@ -78,18 +95,28 @@ def tokenizer_json(meta: dict[str, Any]) -> str:
         )
     if meta.get("tokenizer.ggml.add_space_prefix"):
         raise CheckpointError("The GGUF file asks for a space before every text, which is not supported for gpt2.")
-    return json.dumps(_describe(meta, pre), ensure_ascii=False)
+    return json.dumps(_describe(meta, PRE_TOKENIZERS[pre]), ensure_ascii=False)
 
 
-def _describe(meta: dict[str, Any], pre: str) -> dict[str, Any]:
-    tokens = meta["tokenizer.ggml.tokens"]
+def begins_with_bos(meta: Metadata) -> bool:
+    """Whether prompts begin with the bos token in a file that does not say."""
+    pre = PRE_TOKENIZERS.get(_pre_name(meta))
+    return pre is not None and pre.bos
+
+
+def _pre_name(meta: Metadata) -> str:
+    return str(meta.get("tokenizer.ggml.pre", "default"))
+
+
+def _describe(meta: Metadata, pre: Pre) -> dict[str, Any]:
+    tokens = meta.get("tokenizer.ggml.tokens", [])
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(tokens, meta.get("tokenizer.ggml.token_type", [])),
-        "normalizer": {"type": "NFC"} if pre in NORMALISED else None,
-        "pre_tokenizer": PRE_TOKENIZERS[pre],
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": pre.rules,
         "post_processor": None,
         "decoder": _byte_level(True),
         "model": {
@@ -100,9 +127,9 @@ def _describe(meta: dict[str, Any], pre: str) -> dict[str, Any]:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": pre in WHOLE_WORDS,
+            "ignore_merges": pre.whole,
             "vocab": {token: i for i, token in enumerate(tokens)},
-            "merges": [merge.split(" ", 1) for merge in meta["tokenizer.ggml.merges"]],
+            "merges": [merge.split(" ", 1) for merge in meta.get("tokenizer.ggml.merges", [])],
         },
     }
 

@@ -14,7 +14,7 @@ from engine.weights.int4 import FEW_ROWS, GROUP, Int4
 from engine.weights.quants import Parts
 
 STRIP = 4096
-"""Rows decoded at a time when many rows of ``x`` meet a whole vocabulary: bounds what lies decoded beside the weights."""
+"""Rows of a matrix decoded at a time: bounds what lies decoded beside the weights of a whole vocabulary."""
 
 
 class Planes:

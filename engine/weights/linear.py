@@ -89,7 +89,7 @@ class Blocks:
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` ``[n, cols]`` → bfloat16 ``[n, rows]``."""
         x = x.to(self.dtype)
-        strips = [F.linear(x, quants.decode(self.kind, rows).to(self.dtype)) for rows in self.data.split(STRIP)]
+        strips = [F.linear(x, quants.decode(self.kind, rows).to(self.dtype)) for rows in torch.split(self.data, STRIP)]
         return strips[0] if len(strips) == 1 else torch.cat(strips, -1)
 
     def gather(self, ids: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Side:
         """``x`` ``[n, cols]`` → ``[n, rows]``."""
         return torch.cat([p(x.to(p.dtype)) for p in self.parts], -1)
 
-    def gather(self, ids: Tensor) -> Tensor:
+    def gather(self, ids: Tensor) -> Tensor:  # noqa: ARG002
         """Not a table: nothing looks rows up here."""
         raise TypeError("matrices side by side have no common rows")
 

@@ -1,8 +1,9 @@
 """ggml's block formats, decoded with torch on any device.
 
 Every quantised kind here comes down to ``w = scale * q + offset`` with one scale (and perhaps one offset) a group of
-neighbouring weights, so each has one function that splits raw blocks into those parts; decoding and repacking both start
-from the parts. Source of the layouts: ggml-quants.c and ``gguf.quants``, which the tests compare with, bit for bit.
+neighbouring weights, so each has one function that splits raw blocks into those parts; decoding and repacking both
+start from the parts. Source of the layouts: ggml-quants.c and ``gguf.quants``, which the tests compare with, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The eight 6-bit scales and minima of a Q4_K or Q5_K super-block, times its float16 pair. ``[rows, blocks, 8]``."""
+    """The eight 6-bit scales and minima of each Q4_K or Q5_K block, times its float16 pair: ``[rows, blocks, 8]``."""
     low, high, mixed = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scale = torch.cat([low & 63, (mixed & 15) | ((low >> 2) & 48)], -1)
     minimum = torch.cat([high & 63, (mixed >> 4) | ((high >> 2) & 48)], -1)
@@ -61,7 +62,7 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _pairs(qs: Tensor) -> Tensor:
     """128 bytes are four runs of 32; each holds the low nibbles of one group and the high nibbles of the next."""
-    runs = qs.unflatten(-1, (4, 32))
+    runs = qs.reshape(*qs.shape[:-1], 4, 32)
     return torch.stack([runs & 15, runs >> 4], -2).flatten(-3, -2)
 
 
@@ -83,13 +84,14 @@ def _q5_k(blocks: Tensor) -> Parts:
 
 
 def _q6_k(blocks: Tensor) -> Parts:
-    low = blocks[..., :128].unflatten(-1, (2, 64))
-    low = torch.stack([low & 15, low >> 4], -2).flatten(-3).unflatten(-1, (8, 32))
+    outer = blocks.shape[:-1]
+    low = blocks[..., :128].reshape(*outer, 2, 64)
+    low = torch.stack([low & 15, low >> 4], -2).view(*outer, 8, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device)[:, None]
-    high = ((blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3).flatten(-3, -2)
+    high = ((blocks[..., 128:192].reshape(*outer, 2, 1, 32) >> shifts) & 3).flatten(-3, -2)
     q = (low | (high << 4)).view(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return _grouped(q.flatten(-2).unflatten(-1, (16, 16)), _half(blocks[..., 208:210])[..., None] * scales, None)
+    return _grouped(q.view(*outer, 16, 16), _half(blocks[..., 208:210])[..., None] * scales, None)
 
 
 class Kind(NamedTuple):

@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import msgspec
-from quart import Response, request
+from quart import Response, has_request_context, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from pipeline.outcomes import CODES, error_object
@@ -53,7 +53,8 @@ async def drop_body() -> None:
 
 async def from_http(error: HTTPException) -> Response:
     """Unknown routes and wrong methods; anything else werkzeug refuses is a malformed request."""
-    await drop_body()
+    if has_request_context():  # there is none for a web socket, of which there is none here
+        await drop_body()
     if isinstance(error, NotFound):
         return refusal("not_found")
     if isinstance(error, MethodNotAllowed):

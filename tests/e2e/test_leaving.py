@@ -1,0 +1,290 @@
+"""Clients that leave, do not read, or come when it is full; engines that die; servers that stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from engine.weights.checkpoint import open_checkpoint
+from engine.weights.embedded import embedded_model
+from tests.record import LONG, Background, heads_only, held, seen
+from tests.server import Server, until
+
+pytestmark = pytest.mark.e2e
+
+
+def last(server: Server) -> dict[str, object]:
+    """The request that ended last."""
+    entry: dict[str, object] = server.idle()["recent"][0]
+    return entry
+
+
+def leave(server: Server, patience: float, **fields: object) -> None:
+    """A whole request whose client gives up."""
+    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=patience) as client:
+        body = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4_000, **fields}
+        client.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaves_during_decode(served: Server, stream: bool) -> None:
+    """G1, F6: streamed and whole: abandoned, never an error, the engine free at once."""
+    errors = served.health()["inflight"]["errors"]
+    if stream:
+        with held(served) as response:
+            next(response.iter_text())
+    else:
+        waiting = Background(served, text=LONG, max_tokens=4_000)
+        served.request_in("decoding")
+        leave(served, 0.3)
+        served.http.close()
+        served.http = httpx.Client(base_url=served.url, timeout=120)
+        del waiting
+    entry = last(served)
+    assert entry["outcome"] == "abandoned"
+    assert served.health()["inflight"]["errors"] == errors
+
+
+def test_leaves_before_and_in_the_queue(served: Server) -> None:
+    """G1: before its body came, and in the queue: those behind move up, it never runs."""
+    early = heads_only(served)
+    served.request_in("received")
+    early.close()
+    assert last(served)["row"] == "hung_up"
+    with held(served):
+        leave(served, 0.5)
+        until(lambda: not served.state()["queue"])
+        recent = served.state()["recent"][0]
+        assert [row for _, row in recent["history"]][-3:] == ["queued", "must_wait", "hung_up"]
+    served.idle()
+
+
+def test_leaves_during_prefill() -> None:
+    """G1: the engine is free within one safe step."""
+    with Server("--safe-rows", "64") as server:
+        server.ready()
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        body = json.dumps({"messages": [{"role": "user", "content": LONG * 40}]}).encode()
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )  # fmt: skip
+        server.request_in("prefilling")
+        connection.close()
+        entry = last(server)
+        assert entry["outcome"] == "abandoned"
+        assert 0 <= int(str(entry["done"])) < int(str(entry["total"]))
+
+
+def test_a_killed_engine_mid_stream() -> None:
+    """I11: the stream ends with error and the object, what waits is served by the next engine."""
+    with Server() as server:
+        server.ready()
+        with held(server) as stream:
+            waiting = Background(server, text="Say hi.")
+            server.request_in("queued")
+            server.kill_engine()
+            events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        end = json.loads(events[-2])
+        assert end["choices"][0]["finish_reason"] == "error"
+        assert end["error"]["code"] == "engine_restarting"
+        response = waiting.join()
+        assert response is not None
+        assert response.status_code == 200
+        assert server.ready().state()["engine"]["epoch"] == 2
+
+
+def test_a_crash_loop() -> None:
+    """I11: three failed starts are `failed`; requests are refused with 503, the server stays up and says so."""
+    with Server("--failpoints", "die_at_load=1") as server:
+        until(lambda: server.state()["engine"]["state"] == "failed")
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["status"] == "failed"
+        response = server.chat()
+        assert response.status_code == 503
+        assert response.json()["error"]["code"] == "engine_restarting"
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+
+
+def test_loading_is_told() -> None:
+    """I10: HTTP answers before the model is loaded; a stream waits and is told."""
+    with Server("--line-every-s", "0.3", "--failpoints", "stall_load=1", "--give-up-s", "4") as server:
+        assert server.http.get("/health").status_code == 503
+        with server.streamed() as stream:
+            assert next(stream.iter_lines()).startswith(": waiting, position 1, the model is loading")
+
+
+def test_a_silent_engine_is_noticed() -> None:
+    """L9, I3: a stopped engine turns health red, and the request's own time ends it."""
+    with Server("--quiet-s", "1", "--give-up-s", "100", "--request-timeout", "4") as server:
+        server.ready()
+        with held(server) as stream:
+            server.kill_engine(signal.SIGSTOP)
+            until(lambda: server.http.get("/health").status_code == 503)
+            events = [line[6:] for line in stream.iter_lines() if line.startswith("data: ")]
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "timeout"
+        assert json.loads(events[-2])["error"]["code"] == "request_timeout"
+
+
+def test_a_full_queue_and_a_timeout() -> None:
+    """I1, I2: 503 with Retry-After at once when full; 429 after --queue-timeout."""
+    with Server("--max-queue", "1", "--queue-timeout", "2") as server:
+        server.ready()
+        with held(server):
+            waiting = Background(server, text="Second")
+            server.request_in("queued")
+            full = server.chat("Third")
+            assert (full.status_code, full.headers["retry-after"]) == (503, "5")
+            assert full.json()["error"]["code"] == "queue_full"
+            late = waiting.join()
+            assert late is not None
+            assert (late.status_code, late.headers["retry-after"]) == (429, "10")
+
+
+def test_waiting_lines() -> None:
+    """L1, F10: a waiting stream opens with its position and time so far; comments disturb no client."""
+    with Server("--line-every-s", "1") as server:
+        server.ready()
+        with held(server) as first, server.streamed("Second", max_tokens=4) as waiting:
+            lines = waiting.iter_lines()
+            assert next(lines) == ": waiting, position 1, 1 s so far"
+            first.close()
+            rest = list(lines)
+            assert rest[-2] == "data: [DONE]"
+
+
+def test_drain() -> None:
+    """I5: on SIGTERM those inside finish, new ones are refused, the exit status is 0."""
+    with Server() as server:
+        server.ready()
+        inside = Background(server, text="Tell me about rivers.", max_tokens=60)
+        server.request_in("decoding")
+        server.signal()
+        until(lambda: server.http.get("/health").json()["status"] == "draining")
+        refused = server.chat("Late")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        response = inside.join()
+        assert response is not None
+        assert response.status_code == 200
+        assert server.wait() == 0
+
+
+def test_a_key_and_a_foreign_page() -> None:
+    """P4, P5: with a key /v1 needs it; a foreign Origin or Host is a 403."""
+    with Server("--api-key", "sesame") as server:
+        server.ready()
+        assert server.chat().status_code == 401
+        server.http.headers["authorization"] = "Bearer sesame"
+        assert server.chat(max_tokens=2).status_code == 200
+        assert server.http.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
+        assert server.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_a_client_that_does_not_read(tmp_path: Path) -> None:
+    """G4: a client that does not read costs a bounded amount and harms nobody: it ends as stalled."""
+    script = tmp_path / "script.json"
+    ids = [1_000] * 8_000
+    script.write_text(json.dumps({"answers": [{"ids": ids * 1, "decode_ms": 0, "round": 64, "then": "length"}]}))
+    with Server("--script", str(script), "--max-len", "8192") as server:
+        server.ready()
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 8_000}).encode()
+        before = psutil.Process(server.process.pid).memory_info().rss
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        )  # fmt: skip
+        server.idle()
+        grown = psutil.Process(server.process.pid).memory_info().rss - before
+        assert grown < 32 << 20
+        connection.close()
+
+
+def test_an_emoji_answer_cut_at_every_length(tmp_path: Path) -> None:
+    """F2: every character sent is final: no replacement character at any cut, the text a prefix of the whole."""
+    from stages.prompt import Renderer
+    from tokenizers import Tokenizer
+
+    path = embedded_model()
+    assert path is not None
+    checkpoint = open_checkpoint(path)
+    text = "Sure! 🦊🌊🚀 — 漢字 and 👩‍👩‍👧 or 🇫🇷, naïve 🫠🪿. Done 🎉🎉"
+    ids = Tokenizer.from_str(checkpoint.tokenizer_json).encode(text, add_special_tokens=False).ids
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps({"answers": [{"ids": ids, "decode_ms": 0, "then": "stop"}]}))
+    with Server("--script", str(script)) as server:
+        server.ready()
+        pieces = Renderer(described(checkpoint)).pieces
+        inside = 0
+        for length in range(1, len(ids) + 1):
+            raw = b"".join(pieces[i] for i in ids[:length])
+            whole = server.chat(max_tokens=length).json()["choices"][0]["message"]["content"] or ""
+            with server.streamed(max_tokens=length) as stream:
+                events = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith("data: {")]
+            streamed = "".join(e["choices"][0]["delta"].get("content") or "" for e in events if e["choices"])
+            assert whole == streamed == raw.decode("utf-8", "ignore")
+            assert "�" not in whole
+            assert text.startswith(whole)
+            inside += raw.decode("utf-8", "ignore").encode() != raw
+        assert inside >= 5
+
+
+def described(checkpoint):  # type: ignore[no-untyped-def]
+    """What the engine would say of a checkpoint."""
+    from engine.protocol import Described
+
+    return Described(
+        epoch=1, model=checkpoint.name, architecture=checkpoint.architecture, engine="torch",
+        tokenizer=checkpoint.tokenizer_json, template=checkpoint.template, special=checkpoint.special,
+        end_ids=checkpoint.end_ids, add_bos=checkpoint.add_bos, bos_id=checkpoint.bos_id, window=8192,
+        vocab=checkpoint.config.vocab,
+    )  # fmt: skip
+
+
+def test_fifty_leavers_then_one(served: Server) -> None:
+    """G1: fifty random closes, then one plain request is answered."""
+    for number in range(50):
+        connection = socket.create_connection(("127.0.0.1", served.port))
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "stream": number % 2 == 0}).encode()
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            + f"Content-Length: {len(body)}\r\n\r\n".encode() + body[: len(body) // (1 + number % 3)]
+        )  # fmt: skip
+        time.sleep(0.005 * (number % 7))
+        connection.close()
+    served.idle()
+    assert served.chat("Say hi.").status_code == 200
+
+
+def test_another_host_needs_a_key() -> None:
+    """P4: beyond loopback without a key the server does not start, and says what to do."""
+    with pytest.raises(RuntimeError, match="--api-key"), Server("--host", "0.0.0.0"):
+        pass
+
+
+def test_three_scenes_recorded_anew(tmp_path: Path) -> None:
+    """R6: three of the fixture traces are recorded again by this run, and replay."""
+    from pipeline.replay import replay
+    from tests.record import record
+
+    for name in ("chat", "crash", "queue_filled"):
+        report = replay(record(name, tmp_path))
+        assert report.difference is None, str(report.difference)
+        assert report.recorded > 10
+
+
+def test_seen_waits() -> None:
+    """R5: the recordings' own wait finds a row that fired."""
+    with Server() as server:
+        seen(server, "loaded")

@@ -1,0 +1,166 @@
+"""engine/load.py with the fake model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine import load as loading
+from engine import memory
+from engine.failpoints import EXIT_CODE, Failpoints
+from engine.load import LoadFailed, device_for, load, safe_rows, throttled
+from engine.protocol import Config, Described, FromEngine, Loading
+from tests.fake_engine import FakeModel, build, checkpoint
+
+CONFIG = Config(1, "fake", device="cpu", threads=torch.get_num_threads(), prefix_chunk=64)
+
+
+class Left(Exception):
+    pass
+
+
+class Line:
+    def __init__(self) -> None:
+        self.said: list[FromEngine] = []
+
+    def post(self, message: FromEngine) -> None:
+        self.said.append(message)
+
+    def take(self, timeout: float | None) -> list[Any]:
+        return []
+
+    def leave(self, code: int) -> Any:
+        raise Left(code)
+
+
+def loaded(line: Line | None = None, model: Any = build, **changes: Any) -> Any:
+    points = Failpoints(changes.pop("points", None))
+    return load(msgspec.structs.replace(CONFIG, **changes), checkpoint(), model, line or Line(), points)  # type: ignore[arg-type]
+
+
+def test_it_describes_before_it_reads_and_measures_after() -> None:
+    """N2: a self-check of 64 tokens at load, and the rates that the estimates start from."""
+    line = Line()
+    got = loaded(line)
+    assert isinstance(line.said[0], Described) and line.said[0].window == 96 and line.said[0].engine == "torch"
+    assert {m.what for m in line.said[1:] if isinstance(m, Loading)} == {"weights", "check"}
+    ready = got.ready
+    assert ready.selfcheck_ms > 0 and ready.prefill_rate > 0 and ready.decode_rate > 0 and ready.load_s > 0
+    assert ready.kv_bytes == 96 * 8 and ready.weights_bytes == 1000 and ready.rss_bytes > 0 and ready.device == "cpu"
+    assert got.model.steps[:2] == [(64, 0), (64, 0)]
+
+
+def test_every_slot_gets_the_whole_window() -> None:
+    """I6: KV for the whole window is allocated at load."""
+    got = loaded(parallel=3, max_len=40)
+    assert [len(cache) for cache in got.caches] == [40, 40, 40] and got.ready.kv_bytes == 3 * 40 * 8
+
+
+def test_a_given_safe_step_is_taken_and_must_divide_the_grid() -> None:
+    """G1: a step is --safe-rows rows, a divisor of the grid."""
+    assert loaded(safe_rows=16).safe_rows == 16
+    with pytest.raises(LoadFailed, match="safe-rows 24") as failed:
+        loaded(safe_rows=24)
+    assert failed.value.code == 2
+
+
+def test_a_window_that_does_not_fit_is_an_error_with_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6: a --max-len that does not fit is an error at start with the sizes."""
+    monkeypatch.setattr(memory, "free", lambda device: (256 << 20) + 400)
+    with pytest.raises(LoadFailed, match="needs .* free") as failed:
+        loaded(max_len=90)
+    assert failed.value.code == 3
+    with pytest.raises(LoadFailed, match="window of 96") as failed:
+        loaded(max_len=97)
+    assert failed.value.code == 3
+
+
+def test_the_models_own_window_is_cut_and_described_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory, "free", lambda device: (256 << 20) + 64 * 8)
+    line = Line()
+    assert loaded(line).window == 64
+    assert [m.window for m in line.said if isinstance(m, Described)] == [96, 64]
+    assert "cut to 64" in capsys.readouterr().err
+
+
+def test_kv_that_cannot_be_allocated_is_told_with_its_size() -> None:
+    """I6: never later."""
+
+    class Greedy(FakeModel):
+        def new_cache(self, rows: int) -> torch.Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.raises(LoadFailed, match="could not be allocated") as failed:
+        loaded(model=lambda *a, **k: Greedy())
+    assert failed.value.code == 3
+
+
+@pytest.mark.parametrize(("logits", "said"), [(math.nan, "not finite"), (None, "other logits")])
+def test_a_failed_self_check_ends_the_load(logits: float | None, said: str) -> None:
+    """N2: logits finite and equal twice, or the engine does not start."""
+
+    class Broken(FakeModel):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return torch.rand(1, 50) if logits is None else torch.full((1, 50), logits)
+
+    with pytest.raises(LoadFailed, match=said) as failed:
+        loaded(model=lambda *a, **k: Broken())
+    assert failed.value.code == 4
+
+
+def test_it_can_be_made_to_die_while_loading() -> None:
+    line = Line()
+    with pytest.raises(Left, match=str(EXIT_CODE)):
+        loaded(line, points={"die_at_load": 1})
+    assert [type(m) for m in line.said] == [Described]
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(LoadFailed, match="abacus"):
+        device_for(msgspec.structs.replace(CONFIG, device="abacus"))
+    assert device_for(msgspec.structs.replace(CONFIG, device="auto")) in ("cpu", "cuda")
+
+
+@given(st.sampled_from([1024, 64, 96, 7, 1]), st.integers(1, 5000), st.floats(1e-6, 3.0), st.floats(0, 0.4))
+def test_the_safe_step_is_the_largest_divisor_within_half_a_second(
+    grid: int, window: int, row_s: float, fixed: float
+) -> None:
+    """G1: auto, so that a step takes at most 0.5 s, at the end of the window too."""
+    tried: list[int] = []
+
+    def deep(rows: int) -> float:
+        tried.append(rows)
+        return fixed + rows * row_s
+
+    rows = safe_rows(grid, window, deep)
+    assert grid % rows == 0 and (rows <= window)
+    assert rows == 1 or fixed + rows * row_s <= loading.STEP_S or rows < tried[0]
+    assert all(fixed + n * row_s <= 2 * loading.STEP_S for n in tried[1:])
+
+
+def test_a_fast_machine_gets_the_whole_grid_and_a_slow_one_a_small_step() -> None:
+    assert safe_rows(1024, 8192, lambda rows: rows * 1e-5) == 1024
+    assert safe_rows(1024, 8192, lambda rows: rows * 2e-3) == 128
+    assert safe_rows(1024, 8192, lambda rows: rows * 0.02) == 16
+    assert safe_rows(1024, 40, lambda rows: rows * 1e-5) == 32
+
+
+def test_progress_is_said_four_times_a_second_and_at_both_ends() -> None:
+    said: list[FromEngine] = []
+    now = 0.0
+    progress = throttled(1, said.append, lambda: now)
+    for done in range(101):
+        progress("weights", done, 100)
+        now += 0.02
+    progress("check", 0, 1)
+    counts = [m.done for m in said if isinstance(m, Loading) and m.what == "weights"]
+    assert counts[0] == 0 and counts[-1] == 100 and 7 <= len(counts) <= 10
+    assert said[-1] == Loading(1, "check", 0, 1)
