@@ -58,13 +58,14 @@ class Line(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine ready to run: one cache a slot, each of ``window`` rows."""
+    """An engine ready to run: one cache a slot, each of ``window`` rows. ``one_s``: see ``one_thread``."""
 
     model: Model
     caches: list[Any]
     window: int
     safe_rows: int
     device: str
+    one_s: float
     ready: Ready
 
 
@@ -102,6 +103,7 @@ def load(
     line.post(describe(config, checkpoint, "torch", config.max_len or native))
     _fail_here(failpoints, line)
     progress = throttled(config.epoch, line.post, time.monotonic)
+    progress("weights", 0, checkpoint.file_bytes)
     model = build(
         checkpoint, device=torch.device(device), threads=threads, rows=config.max_len or native, progress=progress
     )
@@ -113,6 +115,7 @@ def load(
     bench = Bench(model, caches[0], window, device)
     check_ms = self_check(bench)
     safe = config.safe_rows or safe_rows(config.prefix_chunk, window, bench.deep)
+    one_s = one_thread(bench, threads, device)
     progress("check", 1, 1)
     ready = Ready(
         config.epoch,
@@ -128,7 +131,7 @@ def load(
         device=device,
         threads=threads,
     )
-    return Loaded(model, caches, window, safe, device, ready)
+    return Loaded(model, caches, window, safe, device, one_s, ready)
 
 
 def device_for(config: Config) -> str:
@@ -180,8 +183,12 @@ class Bench:
         return max(time.perf_counter() - began, 1e-9)
 
     def deep(self, rows: int) -> float:
-        """Seconds of a step at the end of the window, where it takes longest: the better of two, as others are busy too."""
+        """Seconds of a step at the end of the window, where it takes longest: the better of two tries."""
         return min(self.step(rows, self._window - rows) for _ in range(2))
+
+    def decoded(self) -> list[Tensor]:
+        """Float32 logits ``[vocab]`` of decode steps near the window's begin, middle and end."""
+        return [self.logits(1, start) for start in (0, self._window // 2, self._window - 1)]
 
     def decode_rate(self) -> float:
         """Rows a second, one at a time."""
@@ -202,11 +209,24 @@ def self_check(bench: Bench) -> float:
     return ms
 
 
+def one_thread(bench: Bench, threads: int, device: str) -> float:
+    """Seconds of a decode step with one thread; 0 when it must not be taken: nothing to choose, or other bits (F8)."""
+    if device != "cpu" or threads == 1:
+        return 0.0
+    all_threads = bench.decoded()
+    torch.set_num_threads(1)
+    try:
+        same = all(torch.equal(a, b) for a, b in zip(all_threads, bench.decoded(), strict=True))
+        return 1.0 / bench.decode_rate() if same else 0.0
+    finally:
+        torch.set_num_threads(threads)
+
+
 def safe_rows(grid: int, window: int, deep: Callable[[int], float]) -> int:
     """The most rows a prefill step may have: a divisor of ``grid``, with a step at the window's end within ``STEP_S``.
 
-    ``deep`` times such a step, in seconds. A row never costs more in a larger step, so the time so far, scaled up, bounds
-    the next larger one's: none is tried that could take much longer than it may.
+    ``deep`` times such a step, in seconds. A row never costs more in a larger step, so the time so far, scaled up,
+    bounds the next larger one's: none is tried that could take much longer than it may.
     """
     divisors = [rows for rows in range(1, grid + 1) if grid % rows == 0 and rows <= window]
     rows = max(rows for rows in divisors if rows <= CHECK_ROWS)

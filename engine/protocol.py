@@ -18,7 +18,7 @@ MAX_FRAME = 1 << 30
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is chosen. ``temperature`` 0 is greedy. ``top_k`` 0 is off, ``top_p`` 1 and ``min_p`` 0 too."""
+    """How a token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -91,7 +91,7 @@ class Described(msgspec.Struct, tag="described", frozen=True):
     """What the checkpoint says of itself, sent before its weights are read, so that prompts can be rendered meanwhile.
 
     ``tokenizer`` is the JSON the ``tokenizers`` package reads, ``template`` the Jinja chat template ("" when there is
-    none), ``special`` maps names a template may use (``bos_token``, ``eos_token``) to their text, ``window`` is in rows.
+    none), ``special`` maps names a template may use (``bos_token``, ``eos_token``) to text, ``window`` is in rows.
     """
 
     epoch: int

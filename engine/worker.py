@@ -26,6 +26,7 @@ from engine.models import registry
 from engine.pipe import complain, open_pipe
 from engine.protocol import Config, FromEngine, Measure, Memory, Stop, ToEngine
 from engine.sequence import Sequence, Slots, Step
+from engine.threads import Threads
 from engine.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.weights.errors import CheckpointError
 
@@ -36,6 +37,8 @@ class Engine:
     def __init__(self, config: Config, loaded: Loaded, line: Line, failpoints: Failpoints) -> None:
         self._epoch, self._loaded, self._line, self._failpoints = config.epoch, loaded, line, failpoints
         self._slots = Slots(config.epoch, len(loaded.caches), loaded.window, failpoints)
+        self._threads = Threads(loaded.ready.threads, loaded.one_s)
+        self._using = loaded.ready.threads
         self._waiting = True  # nothing to compute: the next safe point waits for a message
 
     def run(self) -> NoReturn:
@@ -82,7 +85,7 @@ class Engine:
         began = time.perf_counter()
         self._suffer(self._failpoints.harm("chunk", [run.chunks + 1]))
         first, stop = run.chunk(self._loaded.safe_rows)
-        logits = self._forward(slot, run.start.tokens[first:stop], first)
+        logits = self._forward(slot, run.start.tokens[first:stop], first, self._loaded.ready.threads)
         self._line.post(run.read(stop, _ms_since(began)))
         if run.step is Step.ROUND and run.limit > 0:
             began = time.perf_counter()
@@ -92,13 +95,17 @@ class Engine:
     def _round(self, slot: int, run: Sequence) -> None:
         """The next token, one step past the last committed one."""
         began = time.perf_counter()
-        logits = self._forward(slot, run.answer[-1:], run.prompt + len(run.answer) - 1)
+        logits = self._forward(slot, run.answer[-1:], run.prompt + len(run.answer) - 1, self._threads.count)
+        self._threads.took(time.perf_counter() - began)
         token = self._choose(run, logits)
         run.propose([token], _ms_since(began))
 
-    def _forward(self, slot: int, tokens: list[int], start: int) -> sampling.Logits:
+    def _forward(self, slot: int, tokens: list[int], start: int, threads: int) -> sampling.Logits:
         """Float32 logits ``[vocab]`` of the last of ``tokens``, on the host: copying them waits for the device."""
         loaded = self._loaded
+        if threads != self._using:
+            torch.set_num_threads(threads)
+            self._using = threads
         rows = torch.tensor(tokens, dtype=torch.int64, device=loaded.device)
         logits: sampling.Logits = loaded.model.forward(rows, loaded.caches[slot], start)[-1].float().cpu().numpy()
         return logits

@@ -90,6 +90,7 @@ def _model_path(settings: Settings) -> Path:
 async def _serve(settings: Settings, path: Path) -> int:
     """Run until the last request has left."""
     from pipeline.http.app import create_app
+    from pipeline.http.serve import CannotServe
     from pipeline.http.serve import serve as serve_http
     from pipeline.runner import Runner
 
@@ -103,6 +104,8 @@ async def _serve(settings: Settings, path: Path) -> int:
     try:
         runner.begin()
         await serve_http(create_app(runner), settings, runner.exiting, listening)
+    except CannotServe as error:
+        raise click.ClickException(str(error)) from None
     finally:
         runner.close()
     return runner.exit_status

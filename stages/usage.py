@@ -29,7 +29,10 @@ def timings(
     ttft_ms: float = 0.0,
     total_ms: float = 0.0,
 ) -> dict[str, int | float]:
-    """llama.cpp's timings, the engine's counts: ``cache_n + prompt_n`` rows are the prompt. Times in milliseconds."""
+    """llama.cpp's timings, the engine's counts: ``cache_n + prompt_n`` rows are the prompt. Times in milliseconds.
+
+    ``predicted_ms`` runs from the first token, so its rate counts the tokens after it.
+    """
     return {
         "cache_n": cache_n,
         "prompt_n": prompt_n,
@@ -37,7 +40,7 @@ def timings(
         "prompt_per_second": _rate(prompt_n, prompt_ms),
         "predicted_n": predicted_n,
         "predicted_ms": round(predicted_ms, 3),
-        "predicted_per_second": _rate(predicted_n, predicted_ms),
+        "predicted_per_second": _rate(max(predicted_n - 1, 0), predicted_ms),
         "draft_n": draft_n,
         "draft_n_accepted": draft_n_accepted,
         "queue_ms": round(queue_ms, 3),

@@ -8,6 +8,7 @@ Each scene drives the server into its rows; together they hit every row of the t
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import socket
@@ -74,6 +75,23 @@ def heads_only(server: Server, length: int = 200) -> socket.socket:
     return connection
 
 
+def sent(server: Server, body: dict[str, Any], route: str = "/v1/chat/completions") -> socket.socket:
+    """A connection that sent a whole request; closing it hangs up."""
+    raw = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(
+        f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(raw)}\r\n\r\n".encode()
+        + raw
+    )
+    return connection
+
+
+def asked(text: str, **fields: Any) -> dict[str, Any]:
+    """A chat body."""
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
 def rows(server: Server) -> list[str]:
     """Every row in the histories the server still shows."""
     state = server.state()
@@ -84,6 +102,15 @@ def rows(server: Server) -> list[str]:
 def seen(server: Server, row: str) -> None:
     """Wait until a row has fired."""
     until(lambda: row in rows(server))
+
+
+def leave_in(server: Server, state: str, body: dict[str, Any]) -> None:
+    """A client that hangs up when its request is in that state."""
+    before = [entry["id"] for entry in server.state()["recent"]]
+    connection = sent(server, body)
+    until(lambda: [r for r in server.state()["requests"] if r["state"] == state])
+    connection.close()
+    until(lambda: [e for e in server.state()["recent"] if e["id"] not in before and e["outcome"] == "abandoned"])
 
 
 # -- the scenes --------------------------------------------------------------------------------------------------------
@@ -165,16 +192,13 @@ def leavers(server: Server) -> None:
     before.close()
     server.idle()
     server.kill_engine(signal.SIGSTOP)
-    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.5) as client:
-        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+    leave_in(server, "admitted", asked("Hi"))
     server.kill_engine(signal.SIGCONT)
     server.idle()
-    with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=1.0) as client:
-        client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": LONG * 30}]})
-    server.idle()
+    leave_in(server, "prefilling", asked(LONG * 40))
+    leave_in(server, "decoding", asked(LONG, max_tokens=4_000))
     with held(server):
-        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.5) as client:
-            client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+        leave_in(server, "queued", asked("Hi"))
     server.idle()
 
 

@@ -29,7 +29,7 @@ def until(what: Callable[[], Any], patience: float = PATIENCE_S) -> Any:
         value = what()
         if value:
             return value
-        time.sleep(0.02)
+        time.sleep(0.05)
     raise TimeoutError(f"never true: {what}")
 
 
@@ -84,6 +84,7 @@ class Server:
 
     def idle(self) -> dict[str, Any]:
         """Wait until nothing is inside and every slot is free."""
+
         def free() -> dict[str, Any] | None:
             state = self.state()
             busy = state["requests"] or any(slot["state"] != "free" for slot in state["slots"])

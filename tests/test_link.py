@@ -108,7 +108,8 @@ def test_a_listener_that_fails_ends_the_process_and_still_hears_of_it(monkeypatc
         if not isinstance(message, Died):
             raise RuntimeError("the loop is closed")
 
-    code = f"import sys, time; sys.stdout.buffer.write({frame(Declined(3, 1, 'busy'))!r}); sys.stdout.flush(); time.sleep(600)"
+    said = frame(Declined(3, 1, "busy"))
+    code = f"import sys, time; sys.stdout.buffer.write({said!r}); sys.stdout.flush(); time.sleep(600)"
     link = EngineLink(CONFIG, post, [sys.executable, "-c", code])
     link.start()
     assert heard.get(timeout=PATIENCE) == Declined(3, 1, "busy")

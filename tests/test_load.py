@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,6 +18,14 @@ from engine.failpoints import EXIT_CODE, Failpoints
 from engine.load import LoadFailed, device_for, load, safe_rows, throttled
 from engine.protocol import Config, Described, FromEngine, Loading
 from tests.fake_engine import FakeModel, build, checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
 
 CONFIG = Config(1, "fake", device="cpu", threads=torch.get_num_threads(), prefix_chunk=64)
 
@@ -73,7 +82,7 @@ def test_a_given_safe_step_is_taken_and_must_divide_the_grid() -> None:
 def test_a_window_that_does_not_fit_is_an_error_with_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """I6: a --max-len that does not fit is an error at start with the sizes."""
     monkeypatch.setattr(memory, "free", lambda device: (256 << 20) + 400)
-    with pytest.raises(LoadFailed, match="needs .* free") as failed:
+    with pytest.raises(LoadFailed, match=r"needs .* free") as failed:
         loaded(max_len=90)
     assert failed.value.code == 3
     with pytest.raises(LoadFailed, match="window of 96") as failed:
@@ -164,3 +173,15 @@ def test_progress_is_said_four_times_a_second_and_at_both_ends() -> None:
     counts = [m.done for m in said if isinstance(m, Loading) and m.what == "weights"]
     assert counts[0] == 0 and counts[-1] == 100 and 7 <= len(counts) <= 10
     assert said[-1] == Loading(1, "check", 0, 1)
+
+
+def test_decode_may_fall_to_one_thread_only_where_that_changes_no_bit() -> None:
+    """F8: the thread count of a decode step is free only if the load saw equal logits with all and with one."""
+
+    class Cut(FakeModel):
+        def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return super().forward(*args, **kwargs) + torch.get_num_threads() * 1e-3
+
+    assert loaded(threads=2).one_s > 0 and torch.get_num_threads() == 2
+    assert loaded(threads=2, model=lambda *a, **k: Cut()).one_s == 0 and torch.get_num_threads() == 2
+    assert loaded(threads=1).one_s == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -41,12 +42,9 @@ def plain(values: list[float], sampling: Sampling) -> tuple[list[int], bool]:
     weights = [math.exp((values[i] - values[order[0]]) / sampling.temperature) for i in order]
     near = False
     if sampling.top_p < 1:
-        total, share, n = sum(weights), 0.0, 0
-        for n, weight in enumerate(weights, start=1):
-            share += weight
-            near = near or abs(share / total - sampling.top_p) < 1e-5
-            if share >= sampling.top_p * total:
-                break
+        shares = [share / sum(weights) for share in accumulate(weights)]
+        near = any(abs(share - sampling.top_p) < 1e-5 for share in shares)
+        n = next((i + 1 for i, share in enumerate(shares) if share >= sampling.top_p), len(order))
         order, weights = order[:n], weights[:n]
     near = near or any(abs(w - sampling.min_p) < 1e-5 for w in weights[1:] if w != weights[0])
     return sorted(i for i, w in zip(order, weights, strict=True) if w >= sampling.min_p), near
@@ -156,7 +154,7 @@ def test_what_is_drawn_follows_the_distribution() -> None:
 def test_positions_of_one_seed_are_independent_draws() -> None:
     logits = np.zeros(4, dtype=np.float32)
     drawn = [choose(logits, Sampling(seed=3), 0, position) for position in range(8000)]
-    pairs = np.bincount([4 * a + b for a, b in zip(drawn, drawn[1:], strict=False)], minlength=16)
+    pairs = np.bincount([4 * a + b for a, b in pairwise(drawn)], minlength=16)
     assert float(((pairs - 500) ** 2 / 500).sum()) < 37.7  # 15 degrees of freedom, p = 0.001
 
 

@@ -39,6 +39,7 @@ from engine.protocol import (
     ToEngine,
     Tokens,
 )
+from engine.threads import Threads
 from engine.weights.embedded import embedded_model
 from engine.worker import Engine
 from tests.engine_client import PATIENCE, Client
@@ -49,8 +50,15 @@ GREEDY = Sampling(temperature=0)
 
 
 def start(run: int = 1, prompt: int = 20, max_tokens: int = 5, stop_ids: list[int] | None = None, **more: Any) -> Start:
-    return Start(1, run, more.pop("slot", 0), [3 + i % 40 for i in range(prompt)], more.pop("sampling", GREEDY), max_tokens,
-                 stop_ids or [], **more)  # fmt: skip
+    tokens = [3 + i % 40 for i in range(prompt)]
+    return Start(1, run, more.pop("slot", 0), tokens, more.pop("sampling", GREEDY), max_tokens, stop_ids or [], **more)
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 # -- the loop, in this process -------------------------------------------------------------------------------------
@@ -189,6 +197,25 @@ def test_a_fault_ends_its_run_alone_and_its_text_reaches_nobody(capsys: pytest.C
 def test_an_empty_prompt_is_a_fault() -> None:
     said = Bench().turns(3, Start(1, 1, 0, [], GREEDY, 5, []))
     assert [(m.reason, m.why) for m in said if isinstance(m, Ended)] == [("fault", "ValueError")] and len(said) == 1
+
+
+def test_threads_follow_the_neighbour_in_decode_and_never_in_prefill() -> None:
+    """F8: a prefill step's bits hang on its thread count, so that never changes."""
+    torch.set_num_threads(2)
+    bench = Bench()
+    used: list[tuple[int, int]] = []
+    forward = bench.loaded.model.forward
+
+    def spy(tokens: torch.Tensor, cache: Any, at: int, **more: Any) -> torch.Tensor:
+        used.append((len(tokens), torch.get_num_threads()))
+        return forward(tokens, cache, at, **more)
+
+    bench.loaded.model.forward = spy  # type: ignore[method-assign]
+    bench.engine._threads = Threads(2, 1e-12)  # any step is far over what one thread is said to take
+    bench.answer(start(1, max_tokens=6))
+    bench.answer(start(2, max_tokens=3))
+    assert {threads for rows, threads in used if rows > 1} == {2}
+    assert [threads for rows, threads in used if rows == 1] == [2, 1, 1, 1, 1, 1, 1]
 
 
 def test_memory_is_answered_at_the_next_safe_point() -> None:

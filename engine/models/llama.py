@@ -1,7 +1,8 @@
 """Llama and everything of its shape: RMS norm, rotary grouped attention, gated feed-forward, no biases.
 
-Source: transformers' ``modeling_llama.py``, which the tests compare with. The two of a rotated pair are neighbours here,
-as llama's converter to GGUF leaves them; transformers has them half a head apart, and rows are put in order on reading.
+Source: transformers' ``modeling_llama.py``, which the tests compare with. The two of a rotated pair are neighbours
+here, as llama's converter to GGUF leaves them; transformers has them half a head apart, and such rows are put in order
+on reading.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ _DIGITS = {
 class Pre(NamedTuple):
     """``rules`` cut text into words. ``nfc``: text is normalised first.
 
-    ``whole``: a word that is itself in the vocabulary is taken without merging. ``bos``: prompts begin with the bos token
-    where the file does not say.
+    ``whole``: a word that is itself in the vocabulary is taken without merging. ``bos``: prompts begin with the bos
+    token where the file does not say.
     """
 
     rules: dict[str, Any]

@@ -1,0 +1,170 @@
+"""engine/weights/folder.py: a folder as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.weights.config import RopeScaling
+from engine.weights.errors import CheckpointError
+from engine.weights.folder import Folder, canonical
+from tests.checkpoints import write_tokenizer
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 64,
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+    "rope_theta": 5000.0,
+    "eos_token_id": [1, 2],
+    "bos_token_id": 0,
+}
+
+
+def folder(path: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
+    """A folder with one tensor unless told; ``changes`` to config.json, None removes a key."""
+    config = {k: v for k, v in (CONFIG | changes).items() if v is not None}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors or {"lm_head.weight": torch.zeros(300, 96)}, path / "model.safetensors")
+    write_tokenizer(path, 300)
+    return path
+
+
+def test_names_are_those_of_gguf() -> None:
+    """N3: both formats speak of the same tensors."""
+    assert canonical("model.layers.11.self_attn.q_proj.weight") == "blk.11.attn_q.weight"
+    assert canonical("model.layers.0.mlp.down_proj.bias") == "blk.0.ffn_down.bias"
+    assert canonical("model.embed_tokens.weight") == "token_embd.weight"
+    assert canonical("model.layers.0.self_attn.rotary_emb.inv_freq") is None
+    assert canonical("model.layers.0.mlp.experts.0.w1.weight") == "blk.0.mlp.experts.0.w1.weight"
+
+
+def test_sizes(tmp_path: Path) -> None:
+    """N3: the configuration from config.json."""
+    config = Folder(folder(tmp_path)).config()
+    assert (config.layers, config.hidden, config.heads, config.kv_heads, config.head_dim) == (2, 96, 4, 2, 32)
+    assert (config.ff, config.vocab, config.window, config.tied) == (64, 300, 128, False)
+    assert config.rope_base == 5000.0 and config.rope_scaling is None
+
+
+def test_head_width_and_kv_heads_have_defaults(tmp_path: Path) -> None:
+    config = Folder(folder(tmp_path, head_dim=None, num_key_value_heads=None)).config()
+    assert (config.head_dim, config.kv_heads) == (24, 4)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_scaling_of_both_generations(tmp_path: Path, key: str) -> None:
+    """transformers 4 and 5 write it differently."""
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3["original_max_position_embeddings"] = 64
+    config = Folder(folder(tmp_path, **{key: llama3})).config()
+    assert config.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 64)
+    linear = Folder(folder(tmp_path, **{key: {"type": "linear", "factor": 2.0, "rope_theta": 7000.0}})).config()
+    assert linear.rope_scaling == RopeScaling("linear", 2.0) and linear.rope_base == 7000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"partial_rotary_factor": 0.5}, "part of each head"),
+        ({"quantization_config": {"bits": 4}}, "Quantised safetensors"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    """N3: a setting that is not understood is named, never ignored."""
+    with pytest.raises(CheckpointError, match=said):
+        Folder(folder(tmp_path, **changes)).config()
+
+
+def test_tensors_keep_their_type_and_bytes(tmp_path: Path) -> None:
+    """N3: bf16, f16 and f32 are read as they are; another type is refused by name."""
+    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+    for dtype, kind in names.items():
+        weight = torch.randn(3, 8).to(dtype)
+        source = Folder(folder(tmp_path, {"lm_head.weight": weight, "model.norm.weight": weight[0].clone()})).source
+        stored = source.read("output.weight")
+        assert (stored.kind, stored.rows, stored.cols) == (kind, 3, 8)
+        assert torch.equal(stored.data.view(dtype), weight)
+        assert source.read("output_norm.weight").rows == 1
+    whole = Folder(folder(tmp_path, {"lm_head.weight": torch.ones(3, 8, dtype=torch.int32)})).source
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is stored as torch\.int32"):
+        whole.read("output.weight")
+
+
+def test_tokenizer_template_and_special_tokens(tmp_path: Path) -> None:
+    path = folder(tmp_path)
+    assert Folder(path).special() == {"bos_token": "<|start|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
+    assert Folder(path).template() == ""
+    write_tokenizer(path, 300, chat_template="{{ plain }}")
+    assert Folder(path).template() == "{{ plain }}"
+    write_tokenizer(path, 300, chat_template=[{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}])
+    assert Folder(path).template() == "d"
+    (path / "chat_template.jinja").write_text("{{ file }}")
+    assert Folder(path).template() == "{{ file }}"
+    assert '"BPE"' in Folder(path).tokenizer_json()
+
+
+def test_ends_come_from_both_configurations(tmp_path: Path) -> None:
+    path = folder(tmp_path, eos_token_id=2)
+    assert Folder(path).end_ids() == [1, 2]
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 2]}))
+    assert Folder(path).end_ids() == [1, 2, 9]
+
+
+def test_bos_is_said_or_put_in_front(tmp_path: Path) -> None:
+    """By ``add_bos_token``, or by a template in tokenizer.json."""
+    path = folder(tmp_path)
+    assert Folder(path).bos() == (False, 0)
+    write_tokenizer(path, 300, add_bos_token=True)
+    assert Folder(path).bos() == (True, 0)
+    write_tokenizer(path, 300)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    template = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|start|>", "type_id": 0}}]}
+    tokenizer["post_processor"] = {"type": "Sequence", "processors": [{"type": "ByteLevel"}, template]}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert Folder(path).bos() == (True, 0)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    """Each file that lacks or is damaged is said by name."""
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        Folder(tmp_path)
+    path = folder(tmp_path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-2.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"lacks model-2\.safetensors"):
+        Folder(path)
+    (path / "model.safetensors.index.json").unlink()
+    (path / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Folder(path).tokenizer_json()
+    with pytest.raises(CheckpointError, match=r"no tensor blk\.0\.attn_q\.weight"):
+        Folder(path).source.read("blk.0.attn_q.weight")
+    (path / "model.safetensors").write_bytes(b"not this")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        Folder(path)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        Folder(path)
+    (path / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        Folder(path)
+    (path / "config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"config\.json is not a JSON object"):
+        Folder(path)
