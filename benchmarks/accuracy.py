@@ -3,9 +3,7 @@
 The reference decodes the same file's weights to float32 and computes in float32 throughout. Two paths are measured, for
 they round differently: prefill (many rows a step) and decode (one row a step, reading what it wrote before).
 
-    python -m benchmarks.accuracy [--model FILE] [--text FILE] [--positions N] [--threads N] [--peer]
-
-``--peer`` measures llama.cpp too, where ``llama-cpp-python`` is installed.
+    python -m benchmarks.accuracy [--model FILE] [--text FILE] [--positions N] [--threads N]
 """
 
 from __future__ import annotations
@@ -80,25 +78,12 @@ def tokenised(checkpoint: Checkpoint, text: str, positions: int) -> Tensor:
     return torch.tensor(Tokenizer.from_str(checkpoint.tokenizer_json).encode(text).ids[:positions])
 
 
-def peer(path: Path, checkpoint: Checkpoint, text: str, positions: int, threads: int) -> Distance:
-    """llama.cpp, by the same measure."""
-    from llama_cpp import Llama
-
-    tokens = tokenised(checkpoint, text, positions)
-    llama = Llama(str(path), n_ctx=tokens.numel(), n_threads=threads, logits_all=True, verbose=False)
-    llama.eval(tokens.tolist())
-    with torch.inference_mode():
-        expected = prefill(load(checkpoint, threads, exact=True), tokens)
-    return Distance.of("llama.cpp", torch.from_numpy(llama.scores[: tokens.numel()].copy()), expected)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=embedded_model())
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--positions", type=int, default=768)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--peer", action="store_true")
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.model)
     text = options.text.read_text(encoding="utf-8")
@@ -107,13 +92,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {platform.machine()}, {processor()}")
     print(f"{'path':10} {'KL mean':>9} {'KL max':>9} {'same top':>9}")
     for distance in measure(checkpoint, text, positions, options.threads):
-        show(distance)
-    if options.peer:
-        show(peer(options.model, checkpoint, text, positions, options.threads))
-
-
-def show(d: Distance) -> None:
-    print(f"{d.path:10} {d.mean:9.2e} {d.worst:9.2e} {d.same:9.3f}", flush=True)
+        print(f"{distance.path:10} {distance.mean:9.2e} {distance.worst:9.2e} {distance.same:9.3f}", flush=True)
 
 
 def processor() -> str:

@@ -24,6 +24,7 @@ from stages.wait import next_line_at, prefill_line, waiting_line
 
 FAILURE_WINDOW_S = 60.0
 LOAD_STALL_S = 60.0
+"""Seconds a load may stand still: one large tensor from a slow disk is no fault."""
 UNUSABLE = (2, 3, 4)
 """Exit statuses of an engine that says why it cannot serve (settings, memory, self-check): a restart would not help."""
 WAITING = (RequestState.queued, RequestState.admitted)
@@ -518,7 +519,7 @@ class Core:
         """When the engine's silence becomes a fact; ``inf`` while nothing is expected of it."""
         engine = self.memory.engine
         if engine.state is EngineState.starting:
-            return engine.heard_at + self.policy.give_up_s
+            return engine.heard_at + LOAD_STALL_S
         if engine.state is EngineState.silent:
             return due(engine.silent_at) + self.policy.give_up_s
         live = any(slot.state is not SlotState.free for slot in self.memory.slots)

@@ -415,7 +415,7 @@ class Runner:
         if not settings.trace:
             return None
         header = Header(
-            tandem=__version__, engine="scripted" if settings.script else "torch", torch=torch.__version__,
+            tandem=__version__, engine="scripted" if settings.script else "torch", torch=str(torch.__version__),
             level=settings.trace_level, wall=time.time(), recorded_by=settings.trace_note,
             policy=policy(settings), settings=settings.public(),
         )  # fmt: skip

@@ -64,8 +64,15 @@ META: dict[str, Any] = {
 }
 
 
-def write_gguf(path: Path, kinds: dict[str, str], *, extra: dict[str, Any] | None = None, arch: str = "llama") -> Path:
-    """A llama of two layers. ``kinds``: part → ggml type, "" for all others. ``extra``: more metadata."""
+def write_gguf(
+    path: Path,
+    kinds: dict[str, str],
+    *,
+    extra: dict[str, Any] | None = None,
+    tensors: dict[str, np.ndarray[Any, Any]] | None = None,
+    arch: str = "llama",
+) -> Path:
+    """A llama of two layers. ``kinds``: part → ggml type, "" for all others. ``extra``, ``tensors``: more of them."""
     writer = GGUFWriter(path, arch)
     for key, value in META.items():
         writer.add_uint32(f"{arch}.{key}", value)
@@ -87,6 +94,8 @@ def write_gguf(path: Path, kinds: dict[str, str], *, extra: dict[str, Any] | Non
             writer.add_tensor(f"blk.{layer}.{norm}.weight", np.full(SIZES["hidden"], 1.1, np.float32))
     _add(writer, "token_embd.weight", "token_embd", kinds, 7)
     writer.add_tensor("output_norm.weight", np.full(SIZES["hidden"], 0.9, np.float32))
+    for name, values in (tensors or {}).items():
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

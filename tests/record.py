@@ -25,6 +25,7 @@ import httpx
 from tests.server import ROOT, Server, until
 
 LONG = "Tell me everything you know about rivers. " * 12
+COUNTING = ", ".join(str(number) for number in range(1, 60)) + ","
 Scene = Callable[[Server], None]
 SCENES: dict[str, tuple[tuple[str, ...], Scene]] = {}
 
@@ -59,8 +60,9 @@ class Background:
 
 @contextlib.contextmanager
 def held(server: Server, **fields: Any) -> Iterator[httpx.Response]:
-    """A long stream that holds the slot."""
-    with server.streamed(LONG, max_tokens=4_000, **fields) as response:
+    """A stream that holds the slot: counting greedily, the embedded model does not stop by itself."""
+    body = {"prompt": COUNTING, "temperature": 0, "stream": True, "max_tokens": 6_000, **fields}
+    with server.http.stream("POST", "/v1/completions", json=body) as response:
         server.request_in("decoding")
         yield response
 

@@ -44,9 +44,14 @@ class Server:
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.port = int(until(self._listening)[1])
+        self.http = httpx.Client(timeout=PATIENCE_S)
+        try:
+            self.port = int(until(self._listening)[1])
+        except BaseException:
+            self.stop()
+            raise
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.http.base_url = httpx.URL(self.url)
 
     def _read(self) -> None:
         assert self.process.stderr is not None

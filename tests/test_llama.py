@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -168,6 +169,17 @@ def test_every_format_runs_near_float32(tmp_path: Path, mix: str) -> None:
     cache = model.new_cache(60)
     single = torch.cat([model.forward(t, cache, i) for i, t in enumerate(tokens.split(1))])
     assert near(single, expected) < 0.03
+
+
+def test_the_files_own_divisors_are_used(tmp_path: Path) -> None:
+    """N3: GGUF carries llama3 scaling as a tensor of divisors; all of them 2 is linear scaling by 2."""
+    twos = {"rope_freqs.weight": np.full(32, 2, np.float32)}
+    linear = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    tokens, seen = torch.arange(40), []
+    for more in ({"tensors": twos}, {"extra": linear}, {}):
+        model = build(open_checkpoint(write_gguf(tmp_path / "tiny.gguf", {}, **more)), exact=True)
+        seen.append(model.forward(tokens, model.new_cache(40), 0))
+    assert torch.equal(seen[0], seen[1]) and near(seen[0], seen[2]) > 1e-3
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ class Stream:
 
     def normed(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """``x / rms(x) * weight`` as ``dtype`` ``[n, hidden]``; ``weight`` comes from :func:`norm_weight`."""
-        scaled = self.x / torch.linalg.vector_norm(self._long, dim=-1, keepdim=True)
-        return torch.mul(scaled, weight, out=torch.empty_like(scaled, dtype=dtype))
+        scaled: Tensor = self.x / torch.linalg.vector_norm(self._long, dim=-1, keepdim=True)
+        return scaled.mul_(weight).to(dtype)
 
     def last(self) -> None:
         """Keep the last row only."""

@@ -17,6 +17,7 @@ from engine.models import layers
 from engine.models.cache import Cache
 from engine.models.layers import Stream
 from engine.models.loading import Loader
+from engine.weights import quants
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.config import Config
 from engine.weights.linear import Linear
@@ -46,7 +47,7 @@ def build(checkpoint: Checkpoint, loader: Loader, *, device: torch.device, rows:
     loader.expect(names | (set() if config.tied else {"output.weight"}), {"rope_freqs.weight", "output.weight"})
     factors = None
     if config.rope_scaling is not None and config.rope_scaling.kind == "factors":
-        factors = loader.vector("rope_freqs.weight", config.head_dim // 2)
+        factors = quants.decode_stored(loader.read("rope_freqs.weight", 1, config.head_dim // 2)).view(-1)
     table = loader.table("token_embd.weight", config.vocab, config.hidden)
     stack = [_layer(loader, config, i, pairs=checkpoint.form == "gguf") for i in range(config.layers)]
     norm = layers.norm_weight(loader.vector("output_norm.weight", config.hidden))
@@ -102,7 +103,7 @@ class Llama:
     ) -> None:
         self._config, self._table, self._layers, self._norm, self._head = config, table, stack, norm, head
         self._turns, self._device = turns, device
-        self._dtype = torch.float32 if exact else torch.float16
+        self._dtype = torch.float32 if exact else torch.bfloat16
         self.window = turns.shape[0]
         """Rows a sequence may have."""
         self.vocab = config.vocab
@@ -135,7 +136,7 @@ class Llama:
         end = start + tokens.shape[0]
         if not 0 <= start < end <= min(cache.rows, self.window):
             raise ValueError(f"rows {start} to {end} do not fit into {min(cache.rows, self.window)}")
-        stream = Stream(self._table.gather(tokens), self._config.eps)
+        stream = Stream(self._table.gather(tokens.to(self._device)), self._config.eps)
         turn = self._turns[start:end]
         mask = layers.causal_mask(end - start, start, self._dtype, self._device)
         for layer, kv in zip(self._layers, cache.layers, strict=True):
@@ -152,11 +153,10 @@ class Llama:
         qkv = layer.qkv(stream.normed(layer.attn_norm, layer.qkv.dtype)).float()
         heads = qkv.view(end - start, -1, config.head_dim)
         layers.rotate(heads[:, : config.heads + config.kv_heads], turn)
-        kv[:, start:end] = heads[:, config.heads :].transpose(0, 1)
+        kv[:, start:end].copy_(heads[:, config.heads :].transpose(0, 1))
         seen = layers.attend(heads[:, : config.heads].to(self._dtype), kv[:, :end], mask)
         stream.x.add_(layer.out(seen.to(layer.out.dtype)))
 
     def _feed_forward(self, layer: Layer, stream: Stream) -> None:
         gate, up = layer.gate_up(stream.normed(layer.ffn_norm, layer.gate_up.dtype)).chunk(2, -1)
-        hidden = F.silu(gate.float()).mul_(up)
-        stream.x.add_(layer.down(hidden.to(layer.down.dtype)))
+        stream.x.add_(layer.down(F.silu(gate).mul_(up).to(layer.down.dtype)))

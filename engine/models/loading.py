@@ -54,10 +54,7 @@ class Loader:
 
     def vector(self, name: str, size: int) -> Tensor:
         """A norm's weight or the like, float32 ``[size]``."""
-        return self.count(quants.decode_stored(self.read(name, 1, size)).view(-1).to(self._device))
-
-    def count(self, vector: Tensor) -> Tensor:
-        """Count ``vector`` as a weight that stays."""
+        vector = quants.decode_stored(self.read(name, 1, size)).view(-1).to(self._device)
         self.nbytes += vector.nbytes
         return vector
 

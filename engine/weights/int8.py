@@ -3,6 +3,9 @@
 torch has no fast eight-bit kernel with a scale a group: its own takes one scale a row, which loses accuracy in a head.
 But ``q = 16 * (high - 8) + low`` with two codes 0…15 is exact, so the four-bit kernel run twice gives the same product,
 in the time of the eight-bit one. Costs 40 bytes for each 34 of the file.
+
+Tried and left: the high plane alone for all rows and both for the likeliest 256. A tenth faster decode, but the tail's
+error makes a KL of 1.2e-2 a token against 7e-4.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def test_a_crash_loop() -> None:
 
 def test_loading_is_told() -> None:
     """I10: HTTP answers before the model is loaded; a stream waits and is told."""
-    with Server("--line-every-s", "0.3", "--failpoints", "stall_load=1", "--give-up-s", "4") as server:
+    with Server("--line-every-s", "0.3", "--failpoints", "stall_load=1") as server:
         assert server.http.get("/health").status_code == 503
         with server.streamed() as stream:
             assert next(stream.iter_lines()).startswith(": waiting, position 1, the model is loading")
