@@ -143,7 +143,8 @@ def queue(server: Server) -> None:
     server.ready()
     with held(server):
         with server.streamed("Second") as waiting:
-            next(waiting.iter_text())
+            lines = waiting.iter_lines()  # held: a dropped iterator closes its response
+            next(lines)
             seen(server, "waiting_line")
             server.chat("Third")
         until(lambda: not server.state()["queue"])
