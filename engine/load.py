@@ -234,8 +234,9 @@ def one_thread(bench: Bench, threads: int, device: str) -> float:
 def safe_rows(grid: int, window: int, deep: Callable[[int], float]) -> int:
     """The most rows a prefill step may have: a divisor of ``grid``, with a step at the window's end within ``STEP_S``.
 
-    ``deep`` times such a step, in seconds. A row never costs more in a larger step, so the time so far, scaled up,
-    bounds the next larger one's: none is tried that could take much longer than it may.
+    ``deep`` times such a step, in seconds. A row never costs more in a larger step (what a step costs once is shared
+    by more of them), so the time so far, scaled up, bounds the next larger one's: none is tried that could take longer
+    than twice what it may. A step that was too slow is timed once more: a busy neighbour is no reason for small steps.
     """
     divisors = [rows for rows in range(1, grid + 1) if grid % rows == 0 and rows <= window]
     rows = max(rows for rows in divisors if rows <= CHECK_ROWS)
@@ -243,7 +244,10 @@ def safe_rows(grid: int, window: int, deep: Callable[[int], float]) -> int:
     if seconds > STEP_S:
         return max((less for less in divisors if less * seconds <= STEP_S * rows), default=divisors[0])
     for more in (more for more in divisors if more > rows):
-        if seconds * more > STEP_S * rows or (taken := deep(more)) > STEP_S:
+        if seconds * more > 2 * STEP_S * rows:
+            break
+        taken = deep(more)
+        if taken > STEP_S and (taken := min(taken, deep(more))) > STEP_S:
             break
         rows, seconds = more, taken
     return rows
