@@ -37,7 +37,8 @@ from tests.server import Server, until
 Sample = tuple[float, float]
 """Decode tokens a second (after the first token), prefill tokens a second."""
 TEXT = (Path(__file__).resolve().parent.parent / "fixtures" / "texts" / "accuracy.txt").read_text()
-STORY = "Write a long story about a fox and a river."
+COUNTING = ", ".join(str(number) for number in range(1, 40)) + ","
+"""Read greedily the embedded model counts on and never stops by itself."""
 
 
 class Engine:
@@ -99,7 +100,7 @@ class Bench:
         from engine.weights.checkpoint import open_checkpoint
 
         self.tokenizer = Tokenizer.from_str(open_checkpoint(Path(model)).tokenizer_json)
-        self.tokens, self.short = tokens, self.ids(STORY)
+        self.tokens, self.short = tokens, self.ids(COUNTING)
         self.long = (self.ids(TEXT) * 9)[:prompt]
         self.salt = 0
 
@@ -121,7 +122,7 @@ class Bench:
 
     def http(self, url: str) -> Sample:
         """A server."""
-        _, decode, chunks = http_run(url, STORY, self.tokens)
+        _, decode, chunks = http_run(url, COUNTING, self.tokens)
         first, _, _ = http_run(url, self.tokenizer.decode(self.fresh()), 1)
         return (chunks - 1) / decode, len(self.long) / first
 
@@ -199,7 +200,9 @@ def main(rounds: int, tokens: int, prompt: int, threads: int, model: str) -> Non
         engine = Engine(model, threads)
         stack.callback(engine.close)
         server = stack.enter_context(Server("--model", model, "--threads", str(threads))).ready()
-        console.print(f"prefill steps of {engine.ready.safe_rows} rows alone, {server.state()['engine']['safe_rows']} served")
+        console.print(
+            f"prefill steps of {engine.ready.safe_rows} rows alone, {server.state()['engine']['safe_rows']} served"
+        )
         sides: dict[str, Callable[[], Sample]] = {
             "engine alone": lambda: bench.engine(engine),
             "through HTTP": lambda: bench.http(server.url),

@@ -163,5 +163,12 @@ def main(
     pipe.leave(code)
 
 
+def open_known(path: Path) -> Checkpoint:
+    """Open a checkpoint of an architecture there is a builder for: that is said first, whatever else it holds."""
+    checkpoint = open_checkpoint(path)
+    registry.builder(checkpoint.architecture)
+    return checkpoint
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:], open_checkpoint, registry.build)
+    main(sys.argv[1:], open_known, registry.build)

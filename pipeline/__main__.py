@@ -94,7 +94,11 @@ async def _serve(settings: Settings, path: Path) -> int:
     from pipeline.http.serve import serve as serve_http
     from pipeline.runner import Runner
 
-    runner = Runner(settings, str(path), path.stem if path.suffix == ".gguf" else path.name)
+    try:
+        runner = Runner(settings, str(path), path.stem if path.suffix == ".gguf" else path.name)
+        app = create_app(runner)
+    except OSError as error:
+        raise click.ClickException(f"{error.filename}: {error.strerror}.") from None
     stop_on_signals(runner)
 
     def listening(port: int) -> None:
@@ -103,7 +107,7 @@ async def _serve(settings: Settings, path: Path) -> int:
 
     try:
         runner.begin()
-        await serve_http(create_app(runner), settings, runner.exiting, listening)
+        await serve_http(app, settings, runner.exiting, listening)
     except CannotServe as error:
         raise click.ClickException(str(error)) from None
     finally:

@@ -49,6 +49,7 @@ class Request(msgspec.Struct, kw_only=True):
     # of the run
     place: int = -1
     slot: int = -1
+    served_by: int = -1
     run: int = -1
     rows_done: int = 0
     completion_tokens: int = 0
@@ -63,6 +64,7 @@ class Request(msgspec.Struct, kw_only=True):
     admitted_at: Time = None
     prefill_at: Time = None
     first_token_at: Time = None
+    last_token_at: Time = None
     ended_at: Time = None
     outcome: str = ""
 

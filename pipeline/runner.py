@@ -51,6 +51,7 @@ class Runner:
         self.described: wire.Described | None = None
         self.loaded: wire.Ready | None = None
         self.lag_ms = 0.0
+        self._said_loading = 0.0
         self._loop = asyncio.get_running_loop()
         self._zero = time.monotonic()
         self._calls: dict[int, Call] = {}
@@ -316,6 +317,7 @@ class Runner:
             case wire.Memory():
                 self.post(ev.MemoryRead(*msgspec.structs.astuple(message)))
             case wire.Loading():
+                self._say_loading(message)
                 self.post(ev.EngineLoading(message.epoch, message.done, message.total))
             case wire.Described():
                 self._spawn(self._describe(message))
@@ -324,6 +326,13 @@ class Runner:
                 self._spawn(self._ready(message))
             case Died():
                 self.post(ev.EngineDied(message.epoch, message.code))
+
+    def _say_loading(self, message: wire.Loading) -> None:
+        """Progress for whoever watches the log: every two seconds of a load that takes longer."""
+        now = self.now()
+        if now - self._said_loading >= 2.0:
+            self._said_loading = now
+            log.info("[engine] loading %s: %d %%", message.what, 100 * message.done // max(message.total, 1))
 
     async def _describe(self, message: wire.Described) -> None:
         """Build the renderer off the loop, once for each checkpoint."""

@@ -28,17 +28,16 @@ def finish(request: Request, outcome: Outcome, now: float) -> Finish:
         completion_tokens=request.completion_tokens,
         queue_ms=_ms(request.received_at, request.admitted_at if request.admitted_at is not None else now),
         prompt_ms=_ms(request.prefill_at, request.first_token_at if request.first_token_at is not None else now),
-        predicted_ms=_ms(request.first_token_at, now),
+        predicted_ms=_ms(request.first_token_at, request.last_token_at),
         ttft_ms=_ms(request.received_at, request.first_token_at),
         total_ms=_ms(request.received_at, now),
     )
 
 
-def rate(request: Request, now: float) -> float:
-    """Tokens a second of the answer, by its second to last token; 0 before there are two."""
-    if request.first_token_at is None or request.completion_tokens < 2 or now <= request.first_token_at:
-        return 0.0
-    return (request.completion_tokens - 1) / (now - request.first_token_at)
+def rate(request: Request) -> float:
+    """Tokens a second of the answer, between its first and its last; 0 before there are two."""
+    ms = _ms(request.first_token_at, request.last_token_at)
+    return 1_000 * (request.completion_tokens - 1) / ms if ms > 0 else 0.0
 
 
 def log_line(request: Request, now: float) -> str:
@@ -47,8 +46,10 @@ def log_line(request: Request, now: float) -> str:
     line = (
         f"[req] {request.name} {request.route} {kind} prompt={request.prompt_tokens} "
         f"completion={request.completion_tokens} finish={request.outcome} ms={_ms(request.received_at, now):.0f} "
-        f"tok/s={rate(request, now):.1f} queue_ms={_ms(request.received_at, request.admitted_at):.0f}"
+        f"tok/s={rate(request):.1f} queue_ms={_ms(request.received_at, request.admitted_at):.0f}"
     )
+    if request.served_by >= 0:
+        line += f" slot={request.served_by}"
     if request.param:
         line += f" param={request.param}"
     if request.outcome == "abandoned":

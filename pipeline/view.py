@@ -40,7 +40,7 @@ def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]
         "max_tokens": request.max_tokens,
         "position": position,
         "line": request.line,
-        "tokens_s": rate(request, end),
+        "tokens_s": rate(request),
         "history": request.history,
         "outcome": request.outcome,
         "queue_ms": span(request.received_at, request.admitted_at),

@@ -9,7 +9,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PURE = ("time", "random", "os", "asyncio", "threading", "secrets", "socket", "uuid")
-CORE = ("core", "table", "machine", "states", "request", "events", "effects", "outcomes", "journal", "summary")
+CORE = (
+    "core",
+    "firing",
+    "waiting",
+    "engine_life",
+    "table",
+    "machine",
+    "states",
+    "request",
+    "events",
+    "effects",
+    "outcomes",
+    "journal",
+    "summary",
+)
 
 
 def sources(package: str) -> list[Path]:

@@ -9,7 +9,7 @@ import threading
 import msgspec
 import pytest
 
-from engine.link import NOT_STARTED, Died, EngineLink, command_for, environment
+from engine.link import NOT_STARTED, SPIN, Died, EngineLink, command_for, environment
 from engine.protocol import Cancel, Config, Declined, FromEngine, frame
 
 PATIENCE = 60.0
@@ -123,6 +123,7 @@ def test_the_command_is_the_worker_or_the_script() -> None:
     assert msgspec.json.decode(scripted[3], type=Config).script == "s.json"
 
 
-def test_the_engine_waits_without_spinning_unless_the_user_says_otherwise() -> None:
-    assert environment({"A": "1"}) == {"A": "1", "OMP_WAIT_POLICY": "passive"}
-    assert environment({"OMP_WAIT_POLICY": "active"}) == {"OMP_WAIT_POLICY": "active"}
+def test_the_engine_spins_briefly_unless_the_user_says_otherwise() -> None:
+    assert environment({"A": "1"}) == {"A": "1", "GOMP_SPINCOUNT": SPIN}
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        assert environment({name: "x"}) == {name: "x"}

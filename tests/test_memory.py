@@ -19,6 +19,7 @@ def test_an_asked_window_that_does_not_fit_is_an_error_with_the_sizes() -> None:
 
 
 def test_the_models_own_window_is_cut_and_that_is_said() -> None:
+    """I4: the checkpoint's window, cut to memory and said in one line."""
     rows, said = memory.fit(0, 8192, per_row=1 << 20, room=1 << 30)
     assert rows == 1024 and "cut to 1024" in said and "8.00 GiB" in said and "\n" not in said
 

@@ -12,7 +12,8 @@ import pytest
 
 from engine.weights.checkpoint import open_checkpoint
 from engine.weights.embedded import embedded_model
-from tests.record import LONG, Background, asked, heads_only, held, leave_in, sent
+from pipeline.replay import replay
+from tests.record import LONG, Background, asked, heads_only, held, leave_in, record, sent
 from tests.server import Server, until
 
 pytestmark = pytest.mark.e2e
@@ -238,11 +239,30 @@ def test_another_host_needs_a_key() -> None:
         pass
 
 
+@pytest.mark.parametrize("flags", [("--max-len", "999999"), ("--safe-rows", "3")])
+def test_settings_the_engine_cannot_serve(flags: tuple[str, ...]) -> None:
+    """I6, I4: what cannot be served is a sentence at the start and the server's end, never a loop of starts."""
+    with Server(*flags) as server:
+        assert server.wait() == 1
+        assert any(flags[0] in line for line in server.log)
+
+
+def test_a_trace_at_full_and_at_facts(tmp_path: Path) -> None:
+    """R5, P1: facts hold no text; full holds bodies and tokens; both are for the owner's eyes only."""
+    for level in ("facts", "full"):
+        with Server("--trace", str(tmp_path / level), "--trace-level", level) as server:
+            server.ready().chat("Say xylophone.")
+            server.signal()
+            assert server.wait() == 0
+        [path] = (tmp_path / level).glob("*.jsonl")
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert ("xylophone" in path.read_text()) == (level == "full")
+        assert ('"ids"' in path.read_text()) == (level == "full")
+        assert replay(path).difference is None
+
+
 def test_three_scenes_recorded_anew(tmp_path: Path) -> None:
     """R6: three of the fixture traces are recorded again by this run, and replay."""
-    from pipeline.replay import replay
-    from tests.record import record
-
     for name in ("chat", "crash", "queue_filled"):
         report = replay(record(name, tmp_path))
         assert report.difference is None, str(report.difference)
