@@ -44,7 +44,8 @@ def test_figures_add_up() -> None:
     assert abs(end.queue_ms - 1_200) < 250
     assert abs(end.prompt_ms - 300) < 150
     assert abs(end.predicted_ms - 1_000) < 150
-    assert abs(end.queue_ms + end.prompt_ms + end.predicted_ms - end.total_ms) < 10
+    rest = end.total_ms - (end.queue_ms + end.prompt_ms + end.predicted_ms)
+    assert 0 <= rest <= 101  # the round in which the model ended it
 
 
 def test_counts_of_every_end() -> None:
