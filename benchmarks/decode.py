@@ -189,7 +189,8 @@ def _cpuinfo() -> list[str]:
 @click.option("--prompt", default=512, show_default=True, help="Tokens to read.")
 @click.option("--threads", default=0, show_default=True, help="0: all cores.")
 @click.option("--model", default="", help="GGUF file; default: the embedded model.")
-def main(rounds: int, tokens: int, prompt: int, threads: int, model: str) -> None:
+@click.option("--peer/--no-peer", default=True, help="Measure llama.cpp too, when it is installed.")
+def main(rounds: int, tokens: int, prompt: int, threads: int, model: str, peer: bool) -> None:
     """Measure and print."""
     console = Console(width=110)
     model = model or str(embedded_model() or "")
@@ -207,7 +208,7 @@ def main(rounds: int, tokens: int, prompt: int, threads: int, model: str) -> Non
             "engine alone": lambda: bench.engine(engine),
             "through HTTP": lambda: bench.http(server.url),
         }
-        if importlib.util.find_spec("llama_cpp") and model.endswith(".gguf"):
+        if peer and importlib.util.find_spec("llama_cpp") and model.endswith(".gguf"):
             from llama_cpp import Llama
 
             llama = Llama(model, n_threads=threads, n_threads_batch=threads, n_ctx=2048, verbose=False)
@@ -217,7 +218,7 @@ def main(rounds: int, tokens: int, prompt: int, threads: int, model: str) -> Non
                 url = stack.enter_context(peer_server(model, threads))
                 sides["llama.cpp's server"] = lambda: bench.http(url)
         else:
-            console.print("llama-cpp-python is not installed: no peer in this run")
+            console.print("no peer in this run: llama-cpp-python is not installed, or not asked for")
         for side in sides.values():
             side()  # warm
         rows: dict[str, list[Sample]] = {name: [] for name in sides}

@@ -66,7 +66,7 @@ class EngineLink:
         self._epoch = config.epoch
         self._post = post
         self._command = command or command_for(config)
-        self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
+        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._run, name=f"engine-in-{config.epoch}", daemon=True)
 
@@ -84,8 +84,11 @@ class EngineLink:
         return self._process.pid if self._process else None
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; returns at once, from any thread. To a dead engine it is lost."""
-        self._outbox.put(message)
+        """Queue a message; returns at once, from any thread. To a dead engine it is lost.
+
+        It is put into bytes here, so that one that cannot be is the caller's error, and never the writer's end.
+        """
+        self._outbox.put(frame(message))
 
     def kill(self) -> None:
         """End the process now; ``Died`` follows."""
@@ -132,8 +135,8 @@ class EngineLink:
 
     def _write(self, stream: IO[bytes]) -> None:
         with contextlib.suppress(OSError):  # a dead engine is the reader's to tell
-            while (message := self._outbox.get()) is not None:
-                stream.write(frame(message))
+            while (data := self._outbox.get()) is not None:
+                stream.write(data)
                 stream.flush()
         with contextlib.suppress(OSError):
             stream.close()

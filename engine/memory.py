@@ -90,14 +90,24 @@ def _kib_line(path: Path, field: str) -> int:
     return 0
 
 
-def _group_room() -> Iterator[int]:
-    """What the control group still allows, versions 2 and 1: the files stand so inside a container."""
-    root = Path("/sys/fs/cgroup")
-    for limit, usage in (
-        (root / "memory.max", root / "memory.current"),
-        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+def _group_room(root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """What the control group still allows, versions 2 and 1: the files stand so inside a container.
+
+    Pages of files that were read and are not in use (a model's, once it is loaded) count as usage there; the kernel
+    takes them back when memory is asked for, so they are free.
+    """
+    old = root / "memory"
+    for limit, usage, field in (
+        (root / "memory.max", root / "memory.current", "inactive_file"),
+        (old / "memory.limit_in_bytes", old / "memory.usage_in_bytes", "total_inactive_file"),
     ):
         if limit.exists() and usage.exists():
             most = limit.read_text().strip()
             if most.isdigit() and int(most) < _LARGE:
-                yield int(most) - int(usage.read_text())
+                yield int(most) - int(usage.read_text()) + _plain_line(limit.parent / "memory.stat", field)
+
+
+def _plain_line(path: Path, field: str) -> int:
+    """The value of ``field 123``, 0 where there is none."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith(field + " ")), 0)

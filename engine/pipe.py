@@ -13,8 +13,6 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import IO, NoReturn
 
-import msgspec
-
 from engine.protocol import MAX_FRAME, FromEngine, Stop, ToEngine, frame, to_engine
 
 
@@ -83,7 +81,7 @@ class Pipe:
                 if isinstance(message, Stop):
                     break
                 self._inbox.put(message)
-        except (BrokenFrame, msgspec.MsgspecError, OSError):
+        except Exception:  # also what nobody thought of: an engine that hears nothing must not stay
             code = 1
         os._exit(code)  # not sys.exit: the main thread may be in the middle of a step
 
@@ -92,7 +90,7 @@ class Pipe:
             while (data := self._outbox.get()) is not None:
                 self._sink.write(data)
                 self._sink.flush()
-        except OSError:
+        except Exception:  # nor one that cannot speak
             os._exit(1)
 
 
@@ -105,9 +103,11 @@ def complain(text: str) -> None:
 def open_pipe() -> Pipe:
     """Take stdin and stdout for frames; whatever prints to stdout from now on lands on stderr.
 
-    Ctrl-C reaches the whole terminal group; the parent handles it and tells us, so it is ignored here.
+    Ctrl-C reaches the whole terminal group, a service manager's SIGTERM the whole service: the parent handles both and
+    tells us, so they are ignored here, or a drain would end what it waits for. When the parent is gone, so are we.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     source, sink = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

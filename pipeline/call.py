@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """``name`` is 24 hex digits; ``created`` a Unix time in seconds. ``task`` is the HTTP handler, to be cut off."""
+    """``name`` is 24 hex digits; ``created`` a Unix time in seconds. ``task`` is the HTTP handler, to be cut off;
+    ``work`` what is being prepared for it."""
 
     def __init__(self, request: int, name: str, route: str, created: int, seed: int) -> None:
         self.request, self.name, self.route, self.created, self.seed = request, name, route, created, seed
@@ -22,11 +23,13 @@ class Call:
         self.include_usage: bool | None = None
         self.outbox = Outbox()
         self.task: asyncio.Task[object] | None = None
+        self.work: asyncio.Future[object] | None = None
         self.judged: Judged | None = None
         self.tokens: list[int] = []
         self.sampling: Sampling | None = None
         self.text: TextStage | None = None
-        self.pieces: dict[int, list[str]] = {}
+        self._pieces: dict[int, list[str]] = {}
+        self._handles = 0
         self.message, self.param = "", None  # type: tuple[str, str | None]
         self._verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
@@ -38,6 +41,23 @@ class Call:
         """Answer ``wants_body``; the first answer counts."""
         if not self._verdict.done():
             self._verdict.set_result(read)
+
+    def over(self) -> None:
+        """The request is over: nobody reads a body or prepares a prompt for it any more."""
+        self.decide(False)
+        if self.work is not None:
+            self.work.cancel()
+
+    def keep(self, parts: list[str]) -> int:
+        """Hold a piece of text until the core says to send it; its handle. Of nothing only the number is kept."""
+        handle, self._handles = self._handles, self._handles + 1
+        if parts:
+            self._pieces[handle] = parts
+        return handle
+
+    def release(self, handle: int) -> list[str]:
+        """The piece behind a handle, held no longer."""
+        return self._pieces.pop(handle)
 
     def abort(self) -> None:
         """Cut the client off: it does not read."""

@@ -116,7 +116,7 @@ class Core(EngineLife):
         request = self._live(event.request, RequestState.image_fetched)
         if request is None:
             return
-        request.prompt_tokens, request.code = event.prompt_tokens, event.code
+        request.prompt_tokens, request.code, request.param = event.prompt_tokens, event.code, event.param
         if self._fire(request, Trigger.enqueue, now).dest is not RequestState.queued:
             return
         request.queued_at = now

@@ -9,6 +9,7 @@ from math import inf
 
 from pipeline import effects as do
 from pipeline import events as ev
+from pipeline.firing import FAILURE_WINDOW_S
 from pipeline.request import Engine, Request, due
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
 from pipeline.waiting import Waiting
@@ -60,7 +61,7 @@ class EngineLife(Waiting):
         engine.exit_code = event.code
         starting = engine.state is EngineState.starting
         if starting:
-            engine.failures.append(now)
+            self._failed_start(now)
         self._fire(engine, Trigger.died, now)
         self._effects.append(do.Log(f"[engine] lost: exit status {event.code}"))
         if starting and event.code in UNUSABLE:
@@ -68,6 +69,11 @@ class EngineLife(Waiting):
             self._exit(1)
         else:
             self._lost(now)
+
+    def _failed_start(self, now: float) -> None:
+        """Remember a failed start for as long as it counts."""
+        engine = self.memory.engine
+        engine.failures = [*(t for t in engine.failures if now - t <= FAILURE_WINDOW_S), now]
 
     def _lost(self, now: float) -> None:
         """The process is gone: slots are free, it starts again, and every live request is told."""
@@ -118,7 +124,7 @@ class EngineLife(Waiting):
             self._effects.append(do.Log("[engine] silent"))
             return
         if engine.state is EngineState.starting:
-            engine.failures.append(now)
+            self._failed_start(now)
         self._effects.append(do.Kill(engine.epoch))
         self._fire(engine, Trigger.give_up, now)
         self._effects.append(do.Log("[engine] given up"))

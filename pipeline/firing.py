@@ -119,8 +119,9 @@ class Firing:
         request.slot = request.run = -1
 
     def _exit(self, status: int) -> None:
+        """Stop the server; who comes in the meantime is refused."""
         if not self.memory.exiting:
-            self.memory.exiting = True
+            self.memory.exiting = self.memory.draining = True
             self._effects.append(do.Exit(status))
 
     # -- looking things up -----------------------------------------------------------------------------------------

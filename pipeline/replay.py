@@ -45,10 +45,11 @@ class Difference(msgspec.Struct):
 
 
 class _Batch(msgspec.Struct):
-    """One event and the steps recorded behind it; ``steps`` None when the trace holds no journal rows."""
+    """One event and the steps recorded behind it; not ``whole`` where the recording broke off behind it."""
 
     line: Line
     steps: list[Step]
+    whole: bool = True
 
 
 def replay(path: Path, *, compare: bool = True) -> Report:
@@ -71,7 +72,7 @@ def replay(path: Path, *, compare: bool = True) -> Report:
         report.events += 1
         fresh = core.take_steps()
         if compare and report.difference is None:
-            report.difference = _compare(report, batch.steps, fresh)
+            report.difference = _compare(report, batch.steps, fresh if batch.whole else fresh[: len(batch.steps)])
         report.steps.extend(fresh)
         if report.difference is not None:
             break
@@ -84,6 +85,8 @@ def _batches(lines: Iterable[Line], report: Report) -> Iterable[_Batch]:
     for line in lines:
         if line.lost:
             report.complete = False
+            if batch is not None:
+                batch.whole = False
             break
         if line.step is not None and batch is not None:
             batch.steps.append(line.step)

@@ -28,6 +28,8 @@ from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.call import Call
 from pipeline.core import Core
+from pipeline.engine_life import UNUSABLE
+from pipeline.faults import told, unhandled
 from pipeline.outbox import Comment, End, Text
 from pipeline.settings import Settings, failpoints, policy
 from pipeline.trace import Header, Recorder
@@ -59,7 +61,7 @@ class Runner:
         self._link: EngineLink | None = None
         self._renderer: asyncio.Future[Renderer] = self._loop.create_future()
         self._inbox: deque[ev.Event] = deque()
-        self._busy = False
+        self._busy = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._next = 1
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prepare")
@@ -68,7 +70,7 @@ class Runner:
         self._do: dict[type, Callable[[Any], None]] = {
             do.ReadBody: lambda e: self._calls[e.request].decide(True),
             do.Fetch: lambda e: self.post(ev.Fetched(e.request)),
-            do.Prepare: lambda e: self._spawn(self._prepare(self._calls[e.request])),
+            do.Prepare: self._start_to_prepare,
             do.Measure: lambda e: self._tell(wire.Measure(e.epoch, e.run, e.rows)),
             do.StartRun: self._start_run,
             do.Acknowledge: lambda e: self._tell(wire.Seen(e.epoch, e.run, e.n)),
@@ -93,11 +95,14 @@ class Runner:
     def begin(self) -> None:
         """Start the engine and the loop's own watch."""
         self._zero = time.monotonic()
+        self._loop.set_exception_handler(unhandled)
         self._carry_out(self.core.begin(0.0))
         self._spawn(self._watch())
 
     def post(self, event: ev.Event) -> None:
         """Post a fact; its effects are carried out before this returns, unless others are being carried out."""
+        if self._closed:
+            return
         self._inbox.append(event)
         if self._busy:
             return
@@ -138,10 +143,24 @@ class Runner:
         else:
             self.post(ev.Tick())
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any, call: Call | None = None, stage: str = "runner") -> None:
+        """Run ``work``. Whatever it raises, a tokenizer's panic as well, ends the request it was for, and only that.
+
+        When the request is over first, its work is dropped.
+        """
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        if call is not None:
+            call.work = task
+        task.add_done_callback(lambda done: self._worked(done, call, stage))
+
+    def _worked(self, task: asyncio.Future[Any], call: Call | None, stage: str) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and call is not None:
+            self.fault(call, stage, type(error).__name__)
+        elif error is not None:
+            log.error("[fault] in %s: %s", stage, told(error))
 
     async def _watch(self) -> None:
         """Measure the loop's lag, and end clients that do not read."""
@@ -166,9 +185,9 @@ class Runner:
 
     def body(self, call: Call, body: bytes) -> None:
         """The body came whole: judge it in the pool."""
-        if self._recorder is not None:
+        if self._recorder is not None and self._recorder.full:
             self._recorder.text({"request": call.request, "body": body.decode("utf-8", "replace")})
-        self._spawn(self._judge(call, body))
+        self._spawn(self._judge(call, body), call, "judge")
 
     def cut(self, call: Call, code: str) -> None:
         """The body was too large, or never came whole: HTTP has answered."""
@@ -210,11 +229,7 @@ class Runner:
         return Rules(strict_model=self.settings.strict_model, model=self.model)
 
     async def _judge(self, call: Call, body: bytes) -> None:
-        try:
-            judged = await self._loop.run_in_executor(self._pool, judge, call.route, body, self.rules())
-        except Exception as error:
-            self.fault(call, "judge", type(error).__name__)
-            return
+        judged = await self._loop.run_in_executor(self._pool, judge, call.route, body, self.rules())
         self._judged(call, judged, len(body))
 
     def _judged(self, call: Call, judged: Judged, size: int) -> None:
@@ -234,19 +249,18 @@ class Runner:
         call.message, call.param = refusal.text, refusal.param
         return refusal.code, masked(refusal.param) if refusal.param else ""
 
+    def _start_to_prepare(self, effect: do.Prepare) -> None:
+        call = self._calls[effect.request]
+        self._spawn(self._prepare(call), call, "prompt")
+
     async def _prepare(self, call: Call) -> None:
         """Render and tokenise, once the checkpoint is known."""
         assert call.judged is not None and call.judged.request is not None
-        try:
-            renderer = await asyncio.shield(self._renderer)
-            prompt = await self._loop.run_in_executor(
-                self._pool, renderer.prompt, call.judged.request, float(call.created)
-            )
-            call.sampling = sampling(call.judged.request, call.seed)
-            call.text = TextStage(renderer.pieces, call.judged.stops)
-        except Exception as error:
-            self.fault(call, "prompt", type(error).__name__)
-            return
+        renderer = await asyncio.shield(self._renderer)
+        prompt = await self._loop.run_in_executor(self._pool, renderer.prompt, call.judged.request, float(call.created))
+        call.sampling = sampling(call.judged.request, call.seed)
+        call.text = TextStage(renderer.pieces, call.judged.stops)
+        call.judged = None  # a body may be large: nobody reads it again
         if isinstance(prompt, Refusal):
             code, param = self._refused(call, prompt)
             self.post(ev.Prepared(call.request, 0, code, param))
@@ -339,11 +353,22 @@ class Runner:
         known = self.described is not None and self.described.tokenizer == message.tokenizer
         self.described = message
         if not known:
-            renderer = await self._loop.run_in_executor(self._pool, Renderer, message)
+            try:
+                renderer = await self._loop.run_in_executor(self._pool, Renderer, message)
+            except Exception as error:
+                self._cannot_render(message.epoch, error)
+                return
             if self._renderer.done():
                 self._renderer = self._loop.create_future()
             self._renderer.set_result(renderer)
         self.post(ev.EngineDescribed(message.epoch, message.window))
+
+    def _cannot_render(self, epoch: int, error: Exception) -> None:
+        """Nothing can be served with this checkpoint: an engine for it is of no use, and starting it again neither."""
+        log.error("[engine] the checkpoint's tokenizer cannot be used: %s", type(error).__name__)
+        if self._link is not None and epoch == self.core.memory.engine.epoch:
+            self._link.kill()
+            self.post(ev.EngineDied(epoch, UNUSABLE[0]))
 
     async def _ready(self, message: wire.Ready) -> None:
         await asyncio.shield(self._renderer)
@@ -361,7 +386,7 @@ class Runner:
         except Exception as error:
             self.fault(call, "text", type(error).__name__)
             return
-        handle = self._keep(call, piece.parts)
+        handle = call.keep(piece.parts)
         self.post(
             ev.Progress(
                 call.request, message.epoch, message.run, piece.n, handle, piece.characters, piece.stopped, piece.keep,
@@ -375,24 +400,16 @@ class Runner:
         if call is not None and call.text is not None and message.reason in ("stop", "length"):
             piece = call.text.finish()
             n, characters = piece.n, piece.characters
-            handle = self._keep(call, piece.parts)
+            handle = call.keep(piece.parts)
         self.post(
             ev.RunEnded(message.epoch, message.run, message.reason, message.kept, n, handle, characters, message.why)
         )
-
-    @staticmethod
-    def _keep(call: Call, parts: list[str]) -> int:
-        """Hold a piece of text until the core says to send it."""
-        handle = len(call.pieces)
-        call.pieces[handle] = parts
-        return handle
 
     # -- effects on a client -------------------------------------------------------------------------------------
 
     def _send(self, effect: do.Send) -> None:
         call = self._calls[effect.request]
-        parts, call.pieces[effect.handle] = call.pieces[effect.handle], []
-        if not call.outbox.put(Text(parts), self.now()):
+        if not call.outbox.put(Text(call.release(effect.handle)), self.now()):
             self._stalled(call)
 
     def _stalled(self, call: Call) -> None:
@@ -411,11 +428,10 @@ class Runner:
                 "must be left for the answer. Shorten the prompt."
             )
         call.outbox.put(End(effect, call.message, call.param), self.now())
-        call.decide(False)
+        call.over()
 
     def _forget(self, effect: do.Forget) -> None:
-        call = self._calls.pop(effect.request)
-        call.decide(False)
+        self._calls.pop(effect.request).over()
 
     # -- start and stop ------------------------------------------------------------------------------------------
 
@@ -435,7 +451,8 @@ class Runner:
         self.exiting.set()
 
     def close(self) -> None:
-        """Stop the engine and the recording."""
+        """Stop the engine and the recording. Nothing is a fact any more: the engine's end is not its loss."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         if self._timer is not None:

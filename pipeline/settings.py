@@ -101,6 +101,7 @@ class Flag(msgspec.Struct, frozen=True):
     help: str
     choices: tuple[str, ...] = ()
     low: float | None = None
+    high: int | None = None
     hidden: bool = False
 
 
@@ -109,7 +110,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("device", "N3", "Where the model runs.", ("auto", "cpu", "cuda")),
     Flag("threads", "N5", "CPU threads of the engine; 0: all cores.", low=0),
     Flag("host", "P4", "Address to bind."),
-    Flag("port", "P4", "Port to bind; 0: any free one.", low=0),
+    Flag("port", "P4", "Port to bind; 0: any free one.", low=0, high=65_535),
     Flag("api_key", "P4", "Key a client must send; may be given several times."),
     Flag("api_key_file", "P4", "File with one key a line."),
     Flag("allow_no_key", "P4", "Bind beyond loopback without a key."),
@@ -147,7 +148,10 @@ def _file_defaults(ctx: click.Context, _param: click.Parameter, value: str | Non
     """Read the TOML settings file into click's defaults; an unknown key is an error that names it."""
     if not value:
         return value
-    table = tomllib.loads(Path(value).read_text())
+    try:
+        table = tomllib.loads(Path(value).read_text())
+    except (OSError, ValueError):
+        raise click.BadParameter(f"{value} is not a TOML file.") from None
     known = {flag.name.replace("_", "-") for flag in FLAGS} | {flag.name for flag in FLAGS}
     unknown = [key for key in table if key not in known]
     if unknown:
@@ -175,7 +179,7 @@ def _option(flag: Flag, default: Any, kind: type) -> Any:
     if flag.choices:
         return click.option(dashed, flag.name, type=click.Choice(flag.choices), **common)
     if kind is int:
-        return click.option(dashed, flag.name, type=click.IntRange(min=int(flag.low or 0)), **common)
+        return click.option(dashed, flag.name, type=click.IntRange(min=int(flag.low or 0), max=flag.high), **common)
     if kind is float:
         return click.option(dashed, flag.name, type=click.FloatRange(min=flag.low), **common)
     return click.option(dashed, flag.name, **common)

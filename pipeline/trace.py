@@ -8,6 +8,9 @@ to* that point.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import queue
 import threading
@@ -25,6 +28,10 @@ from pipeline.settings import Policy
 VERSION = 1
 BACKLOG = 100_000
 """Lines the writer may be behind before it drops."""
+LAST_S = 10.0
+"""Seconds it gets at the end."""
+
+log = logging.getLogger("tandem")
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -105,9 +112,12 @@ class Recorder:
         self._put(Line(header=msgspec.structs.replace(self.header, number=self._number, snapshot=copy)))
 
     def close(self) -> None:
-        """Write what is left."""
-        self._lines.put(None)
-        self._thread.join(10)
+        """Write what is left, and how much is not: for at most ``LAST_S`` seconds."""
+        with contextlib.suppress(queue.Full):
+            if self.lost:
+                self._lines.put(Line(lost=self.lost), timeout=LAST_S)
+            self._lines.put(None, timeout=LAST_S)
+        self._thread.join(LAST_S)
 
     def _put(self, line: Line) -> None:
         if self.lost:
@@ -130,20 +140,28 @@ class Recorder:
         self._file.flush()
 
     def _write(self) -> None:
-        while True:
-            line = self._lines.get()
-            if line is None:
-                break
-            if line.header is not None:
+        """The thread. A disk that takes no more ends the recording, not the server."""
+        try:
+            while (line := self._lines.get()) is not None:
+                self._write_line(line)
+            self._file.close()
+        except OSError as error:
+            log.error("[trace] the recording ends here: %s", errno.errorcode.get(error.errno or 0, "OSError"))
+            with contextlib.suppress(OSError):
                 self._file.close()
-                self._open(line.header)
-                continue
-            raw = _encoder.encode(line) + b"\n"
-            self._file.write(raw)
-            self._size += len(raw)
-            if self._lines.empty():
-                self._file.flush()
-        self._file.close()
+            while self._lines.get() is not None:
+                pass
+
+    def _write_line(self, line: Line) -> None:
+        if line.header is not None:
+            self._file.close()
+            self._open(line.header)
+            return
+        raw = _encoder.encode(line) + b"\n"
+        self._file.write(raw)
+        self._size += len(raw)
+        if self._lines.empty():
+            self._file.flush()
 
 
 def read(path: Path) -> Iterator[Line]:
@@ -154,10 +172,13 @@ def read(path: Path) -> Iterator[Line]:
                 line = _decoder.decode(raw)
             except msgspec.MsgspecError as error:
                 if not raw.endswith(b"\n"):
-                    return  # cut by a crash in mid-line: what came before replays
+                    yield Line(lost=1)  # cut by a crash in mid-line: what came before replays
+                    return
                 raise TraceError(f"{path}: line {number} is no trace line: {error}") from None
             if number == 1 and line.header is None:
                 raise TraceError(f"{path}: the first line is no header")
             if line.header is not None and line.header.version != VERSION:
                 raise TraceError(f"{path}: version {line.header.version}; this program reads {VERSION}")
             yield line
+            if not raw.endswith(b"\n"):
+                yield Line(lost=1)  # cut exactly here

@@ -109,9 +109,7 @@ def _part(path: str, part: Part) -> Refusal | None:
             name = f"{path}.{part.type}"
             return refuse("missing_required_parameter", name, f"{name} is missing.") if text is None else None
         case "image_url":
-            return refuse(
-                "unsupported_parameter", path, "A message part with an image is not supported yet by this server."
-            )
+            return refuse("unsupported_value", path, "The served model reads no images: send text.")
         case "input_audio" | "audio_url" | "video_url" | "input_video" | "file":
             return refuse("unsupported_value", path, f"Parts of type {quoted(part.type)} are not supported: send text.")
     return refuse("invalid_value", f"{path}.type", f"{quoted(part.type)} is not a type of part: use 'text'.")

@@ -79,7 +79,7 @@ def write_gguf(
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(byte_vocabulary(SIZES["vocab"]))
+    writer.add_token_list([*byte_vocabulary(SIZES["vocab"] - 1), "ab"])
     writer.add_token_types([3 if i < len(SPECIAL) else 1 for i in range(SIZES["vocab"])])
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)

@@ -40,6 +40,18 @@ def test_ends_are_named_ones_and_turn_ends(tmp_path: Path) -> None:
     assert opened(tmp_path, tokenizer__ggml__eot_token_id=2).end_ids() == [1, 2]
 
 
+def test_a_turn_end_that_was_converted_as_user_defined_still_ends(tmp_path: Path) -> None:
+    """N3: old conversions give <|im_end|> another token type; an answer must end there all the same."""
+    form = opened(tmp_path)
+    meta = form.source._meta
+    meta["tokenizer.ggml.token_type"], meta["tokenizer.ggml.tokens"] = (
+        [1, 4, 3, 1],
+        ["x", "<|im_end|>", "<EOT>", "<|end|>"],
+    )
+    meta["tokenizer.ggml.eos_token_id"] = 2
+    assert form.end_ids() == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("extra", "add"), [({}, False), ({"tokenizer__ggml__add_bos_token": True}, True)], ids=["unsaid", "said"]
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.link import NOT_STARTED, SPIN, Died, EngineLink, command_for, environment
-from engine.protocol import Cancel, Config, Declined, FromEngine, frame
+from engine.protocol import Cancel, Config, Declined, FromEngine, Sampling, Start, frame
 
 PATIENCE = 60.0
 CONFIG = Config(3, "nowhere")
@@ -93,6 +95,33 @@ def test_send_never_blocks_even_when_nobody_reads() -> None:
         child.link.send(Cancel(3, 1))
     child.link.kill()
     assert child.all() == [Died(3, -9)]
+
+
+def test_what_cannot_be_put_into_bytes_is_the_senders_error() -> None:
+    """G1: the writer goes on, so a cancel that follows still arrives."""
+    child = Child("n = int.from_bytes(i.read(4), 'little'); i.read(n); o.write(d); o.flush(); i.read()")
+    with pytest.raises(OverflowError):
+        child.link.send(Start(3, 1, 0, [1], Sampling(seed=1 << 70), 1, []))
+    child.link.send(Cancel(3, 1))
+    assert child.next() == Declined(3, 1, "busy")
+    child.link.kill()
+    assert child.all() == [Died(3, -9)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_starting_again_and_again_leaves_nothing_behind() -> None:
+    """I11: no descriptor, no thread and no dead process stays of an engine that is gone."""
+
+    def left() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = left()
+    for _ in range(5):
+        child = Child("o.write(d); o.flush(); sys.exit(1)")
+        assert child.all() == [Declined(3, 1, "busy"), Died(3, 1)]
+        assert child.link.pid is not None and not Path(f"/proc/{child.link.pid}").exists()
+        assert Child("", command=["/no/such/program"]).all() == [Died(3, NOT_STARTED)]
+    assert left() == before
 
 
 def test_a_link_that_was_never_started_closes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine import memory
@@ -38,3 +40,20 @@ def test_the_machines_numbers_are_plausible() -> None:
     assert 0 < memory.resident() <= memory.peak() < 1 << 50
     assert memory.reserved("cpu") > 1 << 20 and memory.high_water("cpu") > 1 << 20
     assert 0 < memory.free("cpu") < 1 << 50
+
+
+def test_a_containers_limit_counts_the_pages_of_read_files_as_free(tmp_path: Path) -> None:
+    """I4: a model just read lies in the page cache too; that must not cut its window."""
+    assert list(memory._group_room(tmp_path)) == []
+    (tmp_path / "memory.max").write_text("10000\n")
+    (tmp_path / "memory.current").write_text("9000\n")
+    assert list(memory._group_room(tmp_path)) == [1000]
+    (tmp_path / "memory.stat").write_text("anon 4000\nfile 5000\ninactive_file 4500\nactive_file 500\n")
+    assert list(memory._group_room(tmp_path)) == [5500]
+    (tmp_path / "memory.max").write_text("max\n")
+    old = tmp_path / "memory"
+    old.mkdir()
+    for name, value in (("limit_in_bytes", "700"), ("usage_in_bytes", "600")):
+        (old / f"memory.{name}").write_text(value)
+    (old / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50\n")
+    assert list(memory._group_room(tmp_path)) == [150]

@@ -153,6 +153,63 @@ def test_a_gap_says_how_far_it_replays(tmp_path: Path) -> None:
     assert f"replays to event {report.events}" in result.output
 
 
+def test_a_gap_anywhere_is_no_difference(tmp_path: Path) -> None:
+    """R5: rows may be missing before a mark, or where a crash cut a line: what is there replays, and no row differs."""
+    world = World(Script(answers=[Answer(ids=[1] * 3)]))
+    world.arrive(Plan(stream=False))
+    world.run_until(9.0)
+    [path] = recorded(world, tmp_path / "a")
+    lines = path.read_text().splitlines(keepends=True)
+    cut = tmp_path / "cut.jsonl"
+    for count in range(1, len(lines)):
+        for tail in ('{"lost":1}\n', lines[count][:-1], lines[count][:-9]):
+            cut.write_text("".join([*lines[:count], tail]))
+            report = replay(cut)
+            assert report.difference is None, str(report.difference)
+            assert not report.complete
+
+
+def test_a_full_disk_ends_the_recording_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R5, P1: the server goes on and stops in order; the log names the fault and no path."""
+    from pipeline import trace
+    from pipeline.events import Tick
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "/a/path")
+
+    monkeypatch.setattr(trace, "BACKLOG", 3)
+    monkeypatch.setattr(trace.Recorder, "_write_line", full)
+    recorder = Recorder(tmp_path, Header(tandem="0", engine="scripted", policy=World().policy), 1 << 30)
+    for i in range(50):
+        recorder.event(Tick(), float(i), [])
+    recorder.close()
+    assert not recorder._thread.is_alive()
+    assert "[trace] the recording ends here: ENOSPC" in caplog.text
+    assert "/a/path" not in caplog.text
+
+
+def test_the_last_mark_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R5: what was dropped just before the end is marked as well."""
+    import threading
+
+    from pipeline import trace
+    from pipeline.events import Tick
+
+    go, write = threading.Event(), trace.Recorder._write_line
+    monkeypatch.setattr(trace, "BACKLOG", 3)
+    monkeypatch.setattr(trace.Recorder, "_write_line", lambda self, line: go.wait(10) and write(self, line))
+    recorder = Recorder(tmp_path, Header(tandem="0", engine="scripted", policy=World().policy), 1 << 30)
+    for i in range(9):
+        recorder.event(Tick(), float(i), [])
+    lost = recorder.lost
+    go.set()
+    recorder.close()
+    [path] = tmp_path.iterdir()
+    assert [line.lost for line in read(path)][-1] == lost > 0
+
+
 def test_a_slow_writer_drops_and_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """R5: a writer that cannot keep up drops events and marks it; it never blocks."""
     from pipeline import trace

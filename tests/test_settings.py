@@ -24,6 +24,17 @@ def given(*args: str, env: dict[str, str] | None = None) -> Settings:
     return msgspec.json.decode(result.output, type=Settings)
 
 
+@pytest.mark.parametrize("content", [b"port =", b"\xff = 1"])
+def test_a_broken_file_is_a_sentence(content: bytes, tmp_path: Path) -> None:
+    """P4: a settings file that is no TOML, or a port that is none, is a sentence and no traceback."""
+    file = tmp_path / "tandem.toml"
+    file.write_bytes(content)
+    for args in (["--settings", str(file)], ["--port", "65536"]):
+        result = CliRunner().invoke(show, args)
+        assert result.exit_code == 2
+        assert "Error: Invalid value" in result.output
+
+
 def test_every_setting_is_a_flag() -> None:
     """I1: every setting has one flag, with a feature row; defaults are the settings' own."""
     assert [f.name for f in FLAGS] == list(Settings.__struct_fields__)

@@ -61,7 +61,7 @@ def invalid(param):
                 USER,
                 {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": "x"}]},
             ],
-            ("unsupported_parameter", "messages[1].content[1]"),
+            ("unsupported_value", "messages[1].content[1]"),
         ),
     ],
 )

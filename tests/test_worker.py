@@ -259,9 +259,18 @@ def test_a_process_loads_answers_and_leaves(fake: Any) -> None:
     assert kinds[0] is Described and kinds[-1] is Ready and set(kinds[1:-1]) == {Loading}
     ids, ended = client.answer(start())
     assert len(ids) == 5 and ended.reason == "length"
-    os.kill(client.link.pid, signal.SIGINT)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to handle: it may want to drain first
+        os.kill(client.link.pid, number)
     assert client.answer(start(2))[0] == ids
     assert client.close() == [Died(1, 0)]
+
+
+def test_a_process_that_cannot_understand_leaves(fake: Any) -> None:
+    """I11: what is no message ends it, for an engine that hears nothing more must not look alive."""
+    client = fake()
+    client.ready()
+    client.link._outbox.put(b"\x01\x00\x00\x00\xc1")
+    assert client.next() == Died(1, 1)
 
 
 def test_a_process_that_dies_has_died_once(fake: Any) -> None:

@@ -6,9 +6,12 @@ the weights are still being read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
+
+from tokenizers import Tokenizer
 
 from engine.weights.config import Config
 from engine.weights.errors import CheckpointError
@@ -17,6 +20,8 @@ from engine.weights.gguf_checkpoint import Gguf
 from engine.weights.stored import Source, Stored
 
 __all__ = ["Checkpoint", "CheckpointError", "open_checkpoint"]
+
+Value = TypeVar("Value")
 
 
 class Format(Protocol):
@@ -54,37 +59,44 @@ class Checkpoint:
     @cached_property
     def config(self) -> Config:
         """The model's sizes, normalised."""
-        return self._form.config()
+        config = self._asked("sizes", self._form.config)
+        config.check()
+        return config
 
     @cached_property
     def tokenizer_json(self) -> str:
-        """What ``tokenizers.Tokenizer.from_str`` reads."""
-        return self._form.tokenizer_json()
+        """What ``tokenizers.Tokenizer.from_str`` reads: it is tried here."""
+        text = self._asked("tokenizer", self._form.tokenizer_json)
+        try:
+            Tokenizer.from_str(text)
+        except Exception as error:  # the library raises nothing more special
+            raise CheckpointError(f"The tokenizers package cannot read {self.name}'s tokenizer: {error}.") from error
+        return text
 
     @cached_property
     def template(self) -> str:
         """The Jinja chat template; "" when there is none."""
-        return self._form.template()
+        return self._asked("chat template", self._form.template)
 
     @cached_property
     def special(self) -> dict[str, str]:
         """The names a template may use (``bos_token``, ``eos_token``, ``unk_token``, ``pad_token``) and their text."""
-        return self._form.special()
+        return self._asked("special tokens", self._form.special)
 
     @cached_property
     def end_ids(self) -> list[int]:
         """Token ids that end an answer, ascending."""
-        return self._form.end_ids()
+        return self._asked("end tokens", self._form.end_ids)
 
     @property
     def add_bos(self) -> bool:
         """Whether a prompt starts with ``bos_id``."""
-        return self._form.bos()[0]
+        return self._asked("bos token", self._form.bos)[0]
 
     @property
     def bos_id(self) -> int | None:
         """The id of the token a text begins with, when there is one."""
-        return self._form.bos()[1]
+        return self._asked("bos token", self._form.bos)[1]
 
     def names(self) -> set[str]:
         """The tensors' canonical names, those of GGUF."""
@@ -92,15 +104,29 @@ class Checkpoint:
 
     def read(self, name: str) -> Stored:
         """One tensor, read now. Raises CheckpointError when it is missing."""
-        return self._form.source.read(name)
+        return self._asked(f"tensor {name}", lambda: self._form.source.read(name))
+
+    def _asked(self, what: str, question: Callable[[], Value]) -> Value:
+        return _asked(self.name, what, question)
+
+
+def _asked(name: str, what: str, question: Callable[[], Value]) -> Value:
+    """The answer; a value of another type or out of range, which a damaged file may hold, is a CheckpointError."""
+    try:
+        return question()
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} does not say its {what} in a way that can be read ({type(error).__name__}); "
+            "download it again or convert it anew."
+        ) from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a ``.gguf`` file or a folder of safetensors. Raises CheckpointError that says what to do."""
     if path.is_dir():
-        return Checkpoint(Folder(path))
+        return Checkpoint(_asked(path.name, "contents", lambda: Folder(path)))
     if not path.exists():
         raise CheckpointError(f"There is no model at {path}; give a .gguf file or a safetensors folder with --model.")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path.name} is neither a .gguf file nor a folder; give one of these with --model.")
-    return Checkpoint(Gguf(path))
+    return Checkpoint(_asked(path.name, "contents", lambda: Gguf(path)))

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
+
+from engine.weights.errors import CheckpointError
+
+LONGEST, DEEPEST = 1 << 24, 1 << 10
+"""A window in rows and a number of layers that no model reaches."""
 
 
 class RopeScaling(msgspec.Struct, frozen=True):
@@ -37,3 +43,24 @@ class Config(msgspec.Struct, frozen=True):
     window: int
     tied: bool
     rope_scaling: RopeScaling | None = None
+
+    def check(self) -> None:
+        """Raise CheckpointError unless these can be a model's sizes.
+
+        Asked before anything is made by them: a damaged file must not decide how much memory is taken.
+        """
+        sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_dim, self.ff, self.vocab, self.window)
+        if min(sizes) < 1 or self.layers > DEEPEST or self.window > LONGEST:
+            raise CheckpointError(
+                f"The configuration's sizes cannot be: {self.layers} layers, {self.hidden} wide, {self.heads} and "
+                f"{self.kv_heads} heads of {self.head_dim}, {self.ff} inside, {self.vocab} tokens, a window of "
+                f"{self.window}."
+            )
+        if self.heads % self.kv_heads or self.head_dim % 2:
+            raise CheckpointError(
+                f"{self.heads} heads of {self.head_dim} over {self.kv_heads} of keys are not supported: "
+                "heads must share keys evenly and turn in pairs."
+            )
+        numbers = (self.eps, self.rope_base, *((self.rope_scaling.factor,) if self.rope_scaling else ()))
+        if not all(math.isfinite(number) and number > 0 for number in numbers):
+            raise CheckpointError("The configuration's eps, rotary base or scaling factor is not a number above 0.")

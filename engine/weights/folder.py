@@ -61,21 +61,12 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         """Reads the files' headers. Raises CheckpointError when there is none or one cannot be read."""
-        self.files = sorted(folder.glob("*.safetensors"))
-        if not self.files:
-            raise CheckpointError(f"{folder.name} has no *.safetensors; download the weights into it.")
+        self.files = _weight_files(folder)
         self._places: dict[str, tuple[Path, str]] = {}
         for file in self.files:
             for name in _tensor_names(file):
                 if (ours := canonical(name)) is not None:
                     self._places[ours] = (file, name)
-        self._check_index(folder)
-
-    def _check_index(self, folder: Path) -> None:
-        index = _read_json(folder / "model.safetensors.index.json")
-        missing = sorted({str(f) for f in index.get("weight_map", {}).values()} - {f.name for f in self.files})
-        if missing:
-            raise CheckpointError(f"{folder.name} lacks {', '.join(missing)}, which its index names; download them.")
 
     def names(self) -> set[str]:
         """Canonical names of all tensors; a name with no counterpart is the file's own."""
@@ -92,9 +83,27 @@ class Shards:
             raise CheckpointError(
                 f"Tensor {own} is stored as {tensor.dtype}; use bfloat16, float16 or float32 weights."
             )
+        if not tensor.numel():
+            raise CheckpointError(f"Tensor {own} has no elements; download the weights again.")
         rows = tensor.shape[0] if tensor.dim() > 1 else 1
         flat = tensor.reshape(rows, -1).clone()
         return Stored(KINDS[tensor.dtype], rows, flat.shape[1], flat.view(torch.uint8))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those the index names; without one ``model.safetensors``, or all there are.
+
+    As transformers picks them: the same weights may lie there a second time, under other names or in another type.
+    """
+    there = {file.name: file for file in sorted(folder.glob("*.safetensors"))}
+    if not there:
+        raise CheckpointError(f"{folder.name} has no *.safetensors; download the weights into it.")
+    index = _read_json(folder / "model.safetensors.index.json")
+    named = sorted({str(name) for name in index.get("weight_map", {}).values()})
+    if missing := [name for name in named if name not in there]:
+        raise CheckpointError(f"{folder.name} lacks {', '.join(missing)}, which its index names; download them.")
+    whole = ["model.safetensors"] if "model.safetensors" in there else list(there)
+    return [there[name] for name in named or whole]
 
 
 def _tensor_names(file: Path) -> list[str]:
@@ -190,12 +199,15 @@ class Folder:
         raise CheckpointError(f"The model stretches its window by {kind} scaling, which is not supported.")
 
     def tokenizer_json(self) -> str:
-        """The file as it is."""
+        """The file, without the lengths it was cut or filled up to when it was saved: prompts come whole."""
         path = self._path / "tokenizer.json"
         if not path.exists():
             raise CheckpointError(
                 f"{self._path.name} has no tokenizer.json; save the model's fast tokenizer with transformers into it."
             )
+        settings = self._tokenizer
+        if settings.get("truncation") or settings.get("padding"):
+            return json.dumps(settings | {"truncation": None, "padding": None}, ensure_ascii=False)
         return path.read_text(encoding="utf-8")
 
     def template(self) -> str:

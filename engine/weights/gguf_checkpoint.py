@@ -13,7 +13,7 @@ from engine.weights.config import Config, RopeScaling
 from engine.weights.ends import END_TEXTS
 from engine.weights.errors import CheckpointError
 from engine.weights.gguf_reader import GgufFile
-from engine.weights.gguf_tokenizer import CONTROL, begins_with_bos, tokenizer_json
+from engine.weights.gguf_tokenizer import CONTROL, USER_DEFINED, begins_with_bos, tokenizer_json
 
 REQUIRED = object()
 
@@ -108,12 +108,15 @@ class Gguf:
         return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
 
     def end_ids(self) -> list[int]:
-        """eos, eot and eom of the metadata, and control tokens that end a turn by their text."""
+        """eos, eot and eom of the metadata, and tokens matched in text that end a turn by their text.
+
+        Old conversions call some of these user-defined, so control tokens alone would miss them.
+        """
         named = (self.source.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
         kinds = self._value("tokenizer.ggml.token_type", [])
         texts = self._value("tokenizer.ggml.tokens")
-        by_text = {i for i, (text, kind) in enumerate(zip(texts, kinds, strict=False)) if kind == CONTROL}
-        return sorted({int(i) for i in named if i is not None} | {i for i in by_text if texts[i] in END_TEXTS})
+        marks = (i for i, kind in enumerate(kinds[: len(texts)]) if kind in (CONTROL, USER_DEFINED))
+        return sorted({int(i) for i in named if i is not None} | {i for i in marks if texts[i] in END_TEXTS})
 
     def bos(self) -> tuple[bool, int | None]:
         """Whether a prompt starts with it, and its id. Without the key it does where llama.cpp says so."""

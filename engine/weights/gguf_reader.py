@@ -93,17 +93,20 @@ class GgufFile:
         self.path = path
         try:
             reader = QuickReader(path)
-        except (ValueError, IndexError, KeyError, struct.error) as error:
+            if reader.byte_order == "S":
+                raise CheckpointError(f"{path.name} is a big-endian GGUF file; convert it to little-endian.")
+            self._meta = {name: _content(field) for name, field in reader.fields.items()}
+            self._places = {str(t.name): _place(t) for t in reader.tensors}
+        except OSError as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from error
+        except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
             raise CheckpointError(
                 f"{path.name} is not a GGUF file that can be read ({error}); download it again or convert it anew."
             ) from error
-        if reader.byte_order == "S":
-            raise CheckpointError(f"{path.name} is a big-endian GGUF file; convert it to little-endian.")
-        self._meta = {name: _content(field) for name, field in reader.fields.items()}
-        self._places = {str(t.name): _place(t) for t in reader.tensors}
-        end = max((p.offset + p.size for p in self._places.values()), default=0)
-        if end > path.stat().st_size:
-            raise CheckpointError(f"{path.name} is shorter than its own table of tensors says; download it again.")
+        ends = [value.offset + value.size for value in self._meta.values() if isinstance(value, Span)]
+        ends += [place.offset + place.size for place in self._places.values()]
+        if max(ends, default=0) > path.stat().st_size:
+            raise CheckpointError(f"{path.name} is shorter than its own tables say; download it again.")
 
     def get(self, key: str, default: Any = None) -> Any:
         """A metadata value as a plain Python value; an array is read and decoded anew each time."""
@@ -112,7 +115,11 @@ class GgufFile:
             return value
         with self.path.open("rb") as file:
             file.seek(value.offset)
-            return value.values(file.read(value.size))
+            raw = file.read(value.size)
+        try:
+            return value.values(raw)
+        except (UnicodeDecodeError, struct.error) as error:
+            raise CheckpointError(f"{self.path.name} holds no readable text in {key}; download it again.") from error
 
     def names(self) -> set[str]:
         """GGUF's own names; they are the canonical ones."""
@@ -137,8 +144,10 @@ def _content(field: Any) -> Any:
 
 
 def _place(tensor: Any) -> Place:
-    """``tensor`` is gguf's ReaderTensor, whose shape has the fastest dimension first."""
+    """``tensor`` is gguf's ReaderTensor, whose shape has the fastest dimension first. Raises ValueError when empty."""
     shape = [int(n) for n in tensor.shape]
+    if 0 in shape or not shape:
+        raise ValueError("a tensor of no elements")
     if len(shape) > 2:
         # Experts and convolutions; no builder here asks for one, and a file that has them is refused by name there.
         shape = [shape[0], int(np.prod(shape[1:]))]

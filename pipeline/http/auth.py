@@ -48,10 +48,15 @@ def _digest(key: str) -> bytes:
 
 
 def read_keys(settings: Settings) -> list[str]:
-    """The keys of ``--api-key`` and of ``--api-key-file`` (one a line). Raises OSError when it cannot be read."""
+    """The keys of ``--api-key`` and of ``--api-key-file`` (one a line). Raises OSError when it cannot be read.
+
+    Its bytes are taken as they are: what is wrong with them must not be told in an exception's text.
+    """
     keys = [key.strip() for key in settings.api_key]
     if settings.api_key_file:
-        keys += [line.strip() for line in Path(settings.api_key_file).read_text().splitlines()]
+        keys += [
+            line.strip() for line in Path(settings.api_key_file).read_text("utf-8", "surrogateescape").splitlines()
+        ]
     return [key for key in keys if key]
 
 
