@@ -1,7 +1,7 @@
 """The parent's side of the engine process: start it, send to it, hear it, notice its death.
 
-Two threads, so that the caller never touches the pipe: one writes what ``send`` queues, one reads frames and calls
-``post``. Knows messages and a process, not what they are about.
+A thread reads frames and calls ``post``; ``send`` writes at once what the pipe has room for (``sender.py``). Knows
+messages and a process, not what they are about.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from queue import SimpleQueue
 from typing import IO
 
 import msgspec
 
 from engine.pipe import BrokenFrame, read_frame
 from engine.protocol import Config, FromEngine, Stop, ToEngine, frame, from_engine
+from engine.sender import Sender
 
 NOT_STARTED = 127
 """``Died.code`` when the process could not even be started (what a shell says for a command it cannot run)."""
@@ -66,7 +66,7 @@ class EngineLink:
         self._epoch = config.epoch
         self._post = post
         self._command = command or command_for(config)
-        self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
+        self._sender: Sender | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread(target=self._run, name=f"engine-in-{config.epoch}", daemon=True)
 
@@ -76,6 +76,8 @@ class EngineLink:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment(os.environ)
             )
+            assert self._process.stdin is not None
+            self._sender = Sender(self._process.stdin.fileno(), broken=lambda: None)  # the reader tells of a death
         self._reader.start()
 
     @property
@@ -84,11 +86,10 @@ class EngineLink:
         return self._process.pid if self._process else None
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message; returns at once, from any thread. To a dead engine it is lost.
-
-        It is put into bytes here, so that one that cannot be is the caller's error, and never the writer's end.
-        """
-        self._outbox.put(frame(message))
+        """Send a message; returns at once, from any thread. To a dead engine it is lost."""
+        data = frame(message)
+        if self._sender is not None:
+            self._sender.send(data)
 
     def kill(self) -> None:
         """End the process now; ``Died`` follows."""
@@ -100,6 +101,7 @@ class EngineLink:
         if self._reader.ident is None:
             return
         self.send(Stop(self._epoch))
+        self._hang_up(timeout)
         self._reader.join(timeout)
         if self._reader.is_alive():
             self.kill()
@@ -111,16 +113,21 @@ class EngineLink:
             self._post(Died(self._epoch, NOT_STARTED))
             return
         assert process.stdin is not None and process.stdout is not None
-        writer = threading.Thread(target=self._write, args=(process.stdin,), name="engine-out", daemon=True)
-        writer.start()
         try:
             self._listen(process.stdout)
         finally:  # whatever went wrong, nobody listens any more: the process goes, and that is told
             code = _reap(process)
-            self._outbox.put(None)
-            writer.join()
+            self._hang_up(0.0)
             process.stdout.close()
             self._post(Died(self._epoch, code))
+
+    def _hang_up(self, timeout: float) -> None:
+        """Close our end once it is written, or after ``timeout`` seconds: an engine in mid-load leaves then too."""
+        if self._sender is not None and self._process is not None and self._process.stdin is not None:
+            self._sender.flush(timeout)
+            self._sender.close()
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
 
     def _listen(self, stream: IO[bytes]) -> None:
         """Post message after message until the stream ends; kill a process that sends something else."""
@@ -132,14 +139,6 @@ class EngineLink:
         except BaseException:
             self.kill()
             raise
-
-    def _write(self, stream: IO[bytes]) -> None:
-        with contextlib.suppress(OSError):  # a dead engine is the reader's to tell
-            while (data := self._outbox.get()) is not None:
-                stream.write(data)
-                stream.flush()
-        with contextlib.suppress(OSError):
-            stream.close()
 
 
 def _reap(process: subprocess.Popen[bytes]) -> int:

@@ -6,11 +6,13 @@ Knows the order of a load and what is said during it. How a checkpoint is read a
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -21,15 +23,12 @@ from engine.failpoints import EXIT_CODE, Failpoints
 from engine.models.registry import Model
 from engine.pipe import complain
 from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine
+from engine.steps import CHECK_ROWS, Steps, measured
 from engine.weights.checkpoint import Checkpoint
 
 Progress = Callable[[str, int, int], None]
 Post = Callable[[FromEngine], None]
 
-STEP_S = 0.5
-"""The longest a prefill step may take: within it a hang-up is noticed (G1)."""
-
-CHECK_ROWS = 64
 _DECODE_STEPS = 8
 _CHECK_STEPS = 50
 _BEAT_S = 0.25
@@ -64,7 +63,7 @@ class Loaded:
     model: Model
     caches: list[Any]
     window: int
-    safe_rows: int
+    steps: Steps
     device: str
     one_s: float
     ready: Ready
@@ -114,14 +113,15 @@ def load(
     caches = _allocate(config, model, window)
     bench = Bench(model, caches[0], window, device, progress)
     check_ms = self_check(bench)
-    safe = config.safe_rows or safe_rows(config.prefix_chunk, window, bench.deep)
+    grid = config.prefix_chunk
+    steps = Steps(grid, (config.safe_rows,)) if config.safe_rows else measured(grid, window, bench.step)
     one_s = one_thread(bench, threads, device)
     ready = Ready(
         config.epoch,
         load_s=time.perf_counter() - began,
-        safe_rows=safe,
+        safe_rows=steps.most,
         selfcheck_ms=check_ms,
-        prefill_rate=bench.prefill_rate(min(safe, window)),
+        prefill_rate=bench.prefill_rate(min(steps.most, window)),
         decode_rate=bench.decode_rate(),
         file_bytes=checkpoint.file_bytes,
         weights_bytes=model.weights_bytes,
@@ -130,7 +130,7 @@ def load(
         device=device,
         threads=threads,
     )
-    return Loaded(model, caches, window, safe, device, one_s, ready)
+    return Loaded(model, caches, window, steps, device, one_s, ready)
 
 
 def device_for(config: Config) -> str:
@@ -143,9 +143,23 @@ def device_for(config: Config) -> str:
     return config.device
 
 
-def processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def processors(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processors this process may use: those it may run on, and no more than a container's share of time.
+
+    More threads than that share would wait for one another while the kernel holds some of them back.
+    """
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min([count, *_share(group)]))
+
+
+def _share(group: Path) -> Iterator[int]:
+    """The control group's limit in processors, versions 2 and 1; where there is none it is no number, or -1."""
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        paths = [group / name for name in files]
+        if all(path.exists() for path in paths):
+            quota, period = " ".join(path.read_text() for path in paths).split()[:2]
+            if quota.isdigit() and int(period) > 0:
+                yield math.ceil(int(quota) / int(period))
 
 
 def throttled(epoch: int, post: Post, clock: Callable[[], float]) -> Progress:
@@ -187,10 +201,6 @@ class Bench:
         self.logits(rows, start)
         return max(time.perf_counter() - began, 1e-9)
 
-    def deep(self, rows: int) -> float:
-        """Seconds of a step at the end of the window, where it takes longest: the better of two tries."""
-        return min(self.step(rows, self._window - rows) for _ in range(2))
-
     def decoded(self) -> list[Tensor]:
         """Float32 logits ``[vocab]`` of decode steps near the window's begin, middle and end."""
         return [self.logits(1, start) for start in (0, self._window // 2, self._window - 1)]
@@ -229,28 +239,6 @@ def one_thread(bench: Bench, threads: int, device: str) -> float:
         return 1.0 / bench.decode_rate() if same else 0.0
     finally:
         torch.set_num_threads(threads)
-
-
-def safe_rows(grid: int, window: int, deep: Callable[[int], float]) -> int:
-    """The most rows a prefill step may have: a divisor of ``grid``, with a step at the window's end within ``STEP_S``.
-
-    ``deep`` times such a step, in seconds. A row never costs more in a larger step (what a step costs once is shared
-    by more of them), so the time so far, scaled up, bounds the next larger one's: none is tried that could take longer
-    than twice what it may. A step that was too slow is timed once more: a busy neighbour is no reason for small steps.
-    """
-    divisors = [rows for rows in range(1, grid + 1) if grid % rows == 0 and rows <= window]
-    rows = max(rows for rows in divisors if rows <= CHECK_ROWS)
-    seconds = deep(rows)
-    if seconds > STEP_S:
-        return max((less for less in divisors if less * seconds <= STEP_S * rows), default=divisors[0])
-    for more in (more for more in divisors if more > rows):
-        if seconds * more > 2 * STEP_S * rows:
-            break
-        taken = deep(more)
-        if taken > STEP_S and (taken := min(taken, deep(more))) > STEP_S:
-            break
-        rows, seconds = more, taken
-    return rows
 
 
 def _refuse_bad(config: Config, native: int) -> None:

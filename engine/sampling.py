@@ -46,11 +46,11 @@ def choose(logits: Logits, sampling: Sampling, choice: int, position: int) -> in
     if not sampling.temperature > 0:
         raise ValueError("a temperature below 0")
     scaled = scale(logits, logits[best], sampling.temperature)
-    race = noise(sampling.seed, choice, position, len(logits))
     ids = candidates(logits, scaled, sampling)
+    race = noise(sampling.seed, choice, position, len(logits), ids)
     if ids is None:
         return int((np.exp(scaled) / race).argmax())
-    return int(ids[(np.exp(scaled[ids]) / race[ids]).argmax()])
+    return int(ids[(np.exp(scaled[ids]) / race).argmax()])
 
 
 def scale(logits: Logits, best: np.float32, temperature: float) -> Logits:
@@ -102,16 +102,18 @@ def nucleus(scaled: Logits, top_p: float) -> int:
     return min(int(np.searchsorted(shares, wanted)) + 1, len(head))
 
 
-def noise(seed: int, choice: int, position: int, vocab: int) -> Logits:
+def noise(seed: int, choice: int, position: int, vocab: int, ids: Ids | None = None) -> Logits:
     """Exponential noise, float32 ``[vocab]``, every value above 0: the stream of key (seed, choice) at ``position``.
 
-    Each id takes 32 bits of the stream. The raw bits of a bit generator are stable over numpy's versions (NEP 19); its
-    distributions are not, so none is used.
+    With ``ids`` only theirs, the same values: few ids that a filter left are worth few logarithms. Each id takes 32
+    bits of the stream. The raw bits of a bit generator are stable over numpy's versions (NEP 19); its distributions are
+    not, so none is used.
     """
     key = np.array([seed & _WORD, choice & _WORD], dtype=np.uint64)
     counter = np.array([0, 0, position & _WORD, 0], dtype=np.uint64)  # numpy counts up from the first word
     words = np.random.Philox(counter=counter, key=key).random_raw((vocab + 1) // 2)
-    uniform = words.astype("<u8", copy=False).view("<u4")[:vocab].astype(np.float64)
+    bits = words.astype("<u8", copy=False).view("<u4")[:vocab]
+    uniform = (bits if ids is None else bits[ids]).astype(np.float64)
     uniform += 0.5  # never 0 and never 1
     uniform *= 2.0**-32
     np.log(uniform, out=uniform)

@@ -79,12 +79,21 @@ class Engine:
             why = type(error).__name__
             complain(f"run {run.start.run} in slot {slot} ended by a fault: {why}")
             self._line.post(self._slots.fault(run, why))
+            self._check_device()
+
+    def _check_device(self) -> None:
+        """Leave, to be started again, when the device itself is lost: every later run would end by a fault too."""
+        try:
+            torch.ones(1, device=self._loaded.device).add_(1).item()
+        except Exception as error:
+            complain(f"the device is lost: {type(error).__name__}")
+            self._line.leave(1)
 
     def _prefill(self, slot: int, run: Sequence) -> None:
         """One step of the prompt; the last one's logits choose the first token."""
         began = time.perf_counter()
         self._suffer(self._failpoints.harm("chunk", [run.chunks + 1]))
-        first, stop = run.chunk(self._loaded.safe_rows)
+        first, stop = run.chunk(self._loaded.steps.at(run.rows))
         logits = self._forward(slot, run.start.tokens[first:stop], first, self._loaded.ready.threads)
         self._line.post(run.read(stop, _ms_since(began)))
         if run.step is Step.ROUND and run.limit > 0:
@@ -119,7 +128,7 @@ class Engine:
         """Read the memory. The workspace is that of the last step of a prefill of so many rows, which takes most."""
         loaded, ready = self._loaded, self._loaded.ready
         rows = max(1, min(message.rows, loaded.window))
-        step = min(rows, loaded.safe_rows)
+        step = min(rows, loaded.steps.at(rows - 1))
         return Memory(
             message.epoch,
             message.run,

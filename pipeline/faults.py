@@ -22,4 +22,6 @@ def told(error: BaseException) -> str:
 def unhandled(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """The loop's handler for what nobody took: its own words hold the text and the arguments of calls."""
     error = context.get("exception")
+    if isinstance(error, asyncio.CancelledError):
+        return  # a connection's task that was cut: asyncio's streams ask it for its exception
     log.error("[fault] on the loop: %s", told(error) if isinstance(error, BaseException) else "no exception")

@@ -350,7 +350,8 @@ class Runner:
 
     async def _describe(self, message: wire.Described) -> None:
         """Build the renderer off the loop, once for each checkpoint."""
-        known = self.described is not None and self.described.tokenizer == message.tokenizer
+        old = self.described
+        known = old is not None and (old.tokenizer, old.template) == (message.tokenizer, message.template)
         self.described = message
         if not known:
             try:
@@ -372,6 +373,8 @@ class Runner:
 
     async def _ready(self, message: wire.Ready) -> None:
         await asyncio.shield(self._renderer)
+        if self._recorder is not None:
+            self._recorder.know(_capabilities(self.described, message))
         self.post(ev.EngineReady(message.epoch, message.load_s, message.safe_rows))
 
     def _tokens(self, message: wire.Tokens) -> None:
@@ -462,3 +465,11 @@ class Runner:
         if self._recorder is not None:
             self._recorder.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _capabilities(described: wire.Described | None, ready: wire.Ready) -> dict[str, Any]:
+    """What the engine can do, for the header of a trace: no path, no name of a person's file."""
+    about = {"safe_rows": ready.safe_rows, "device": ready.device, "threads": ready.threads}
+    if described is not None:
+        about |= {"architecture": described.architecture, "window": described.window, "vocab": described.vocab}
+    return about

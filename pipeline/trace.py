@@ -89,6 +89,10 @@ class Recorder:
         """Whether bodies and tokens are wanted."""
         return self.header.level == "full"
 
+    def know(self, capabilities: dict[str, Any]) -> None:
+        """What the engine turned out to be able to do: for the headers of the files to come."""
+        self.header = msgspec.structs.replace(self.header, capabilities=capabilities)
+
     def event(self, event: Event, now: float, steps: list[Step]) -> None:
         """Record one fact and what it caused."""
         self._put(Line(t=now, event=event))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
 from engine.weights.config import RopeScaling
 from engine.weights.errors import CheckpointError
@@ -119,6 +120,39 @@ def test_tokenizer_template_and_special_tokens(tmp_path: Path) -> None:
     (path / "chat_template.jinja").write_text("{{ file }}")
     assert Folder(path).template() == "{{ file }}"
     assert '"BPE"' in Folder(path).tokenizer_json()
+
+
+def test_prompts_come_whole(tmp_path: Path) -> None:
+    """N3: a tokenizer saved with a length to cut or fill up to, as training leaves it, does neither here."""
+    path = folder(tmp_path)
+    settings = json.loads((path / "tokenizer.json").read_text())
+    settings["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    settings["padding"] = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2}
+    settings["padding"] |= {"pad_type_id": 0, "pad_token": "<|pad|>"}
+    (path / "tokenizer.json").write_text(json.dumps(settings))
+    tokenizer = Tokenizer.from_str(Folder(path).tokenizer_json())
+    assert [len(tokenizer.encode(text).ids) for text in ("a", "abcdef")] == [1, 6]
+
+
+def test_one_set_of_weights_is_read_where_several_lie(tmp_path: Path) -> None:
+    """N3: the index's files, else model.safetensors; a second copy in another form is not mixed in."""
+    path = folder(tmp_path)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, path / "consolidated.safetensors")
+    assert Folder(path).source.names() == {"output.weight"}
+    assert Folder(path).file_bytes == (path / "model.safetensors").stat().st_size
+    save_file({"model.norm.weight": torch.zeros(2)}, path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Folder(path).source.names() == {"output_norm.weight"}
+    for name in ("model.safetensors", "model.safetensors.index.json", "consolidated.safetensors"):
+        (path / name).unlink()
+    assert Folder(path).source.names() == {"output_norm.weight"}
+
+
+def test_a_tensor_of_no_elements_is_refused(tmp_path: Path) -> None:
+    source = Folder(folder(tmp_path, {"lm_head.weight": torch.zeros(0, 8)})).source
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has no elements"):
+        source.read("output.weight")
 
 
 def test_ends_come_from_both_configurations(tmp_path: Path) -> None:

@@ -67,6 +67,55 @@ def test_a_file_cut_short_is_refused(path: Path, part: float) -> None:
         GgufFile(path)
 
 
+NAMES = ("string in a list", "list of strings", "list of numbers", "number of keys", "number of tensors", "no rows")
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_damaged_table_is_refused_and_nothing_is_allocated_for_it(path: Path, what: str) -> None:
+    """N3: a length, count or size that the file cannot hold, also at its very end, is an error at opening."""
+    content = bytearray(path.read_bytes())
+    tokens = content.index(b"tokenizer.ggml.tokens") + len(b"tokenizer.ggml.tokens")
+    kinds = content.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type")
+    rows = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 8
+    at = dict(zip(NAMES, (tokens + 16, tokens + 8, kinds + 8, 16, 8, rows), strict=True))[what]
+    content[at : at + 8] = (0 if what == "no rows" else (1 << 63) + 5).to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="download it again"):
+        GgufFile(path)
+
+
+def test_a_list_that_says_to_be_longer_than_the_file_is_refused(tmp_path: Path) -> None:
+    """N3: the last key of a file without tensors, so that nothing read behind it fails."""
+    head = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    key = (1).to_bytes(8, "little") + b"k" + (9).to_bytes(4, "little") + (10).to_bytes(4, "little")
+    short = tmp_path / "short.gguf"
+    short.write_bytes(head + key + (1 << 40).to_bytes(8, "little"))
+    with pytest.raises(CheckpointError, match="shorter than its own tables"):
+        GgufFile(short)
+
+
+def test_text_that_is_no_text_is_refused(path: Path) -> None:
+    """N3: bytes that are no UTF-8, in a key's value and in a list."""
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"<filler0>", b"<\xff\xfeller0>"))
+    with pytest.raises(CheckpointError, match=r"no readable text in tokenizer\.ggml\.tokens"):
+        GgufFile(path).get("tokenizer.ggml.tokens")
+    path.write_bytes(content.replace(b"gpt-2", b"gp\xff-2"))
+    with pytest.raises(CheckpointError, match="not a GGUF file that can be read"):
+        GgufFile(path)
+
+
+def test_a_file_that_may_not_be_read_is_said_to_be_one(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N3: not a fault of the engine that would be tried three times."""
+
+    def refuse(*args: object, **more: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("numpy.memmap", refuse)
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf cannot be read: Permission denied"):
+        GgufFile(path)
+
+
 def test_a_missing_tensor_is_named(path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no tensor blk\.9\.attn_q\.weight"):
         GgufFile(path).read("blk.9.attn_q.weight")

@@ -114,7 +114,7 @@ def test_key_of(header: str, basic: bool, key: str | None) -> None:
 def test_key_file(tmp_path: Path) -> None:
     """P4: keys come from a file too, one a line."""
     path = tmp_path / "keys"
-    path.write_text(f"\n{KEY}\n  sk-two  \n")
+    path.write_bytes(f"\n{KEY}\n  sk-two  \n".encode() + b"\xff\n")  # bytes that are no text are no reason to show them
 
     async def run() -> None:
         client = create_app(FakeRunner(api_key_file=str(path))).test_client()

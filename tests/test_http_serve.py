@@ -206,6 +206,66 @@ def test_connection_is_kept() -> None:
     asyncio.run(run())
 
 
+def connection_tasks() -> int:
+    """Hypercorn's tasks of connections."""
+    return sum("_server_callback" in repr(task.get_coro()) for task in asyncio.all_tasks())
+
+
+@pytest.mark.parametrize("body", [b'{"stream": true}', b"{}"])
+@pytest.mark.parametrize("behind", [b"\r\n", raw(b"{}"), b"\r\n" * 400_000], ids=["line", "request", "much"])
+@pytest.mark.parametrize("writes", [False, True], ids=["waits", "writes"])
+def test_a_leaver_with_bytes_behind_its_body_is_freed(body: bytes, behind: bytes, writes: bool) -> None:
+    """G1: a connection cut short ends, also when bytes behind its request wait to be read; a stop does not wait."""
+
+    async def run() -> None:
+        runner = FakeRunner(lambda call, _body: call.text("Hel") and None)
+        async with served(runner) as port:
+            _reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(raw(body) + behind)
+            await until(lambda: bool(runner.bodies))
+            writer.close()
+            while writes and not runner.gone.is_set():
+                runner.calls[0].text("lo")
+                await asyncio.sleep(0.02)
+            await asyncio.wait_for(runner.gone.wait(), LONG)
+            await until(lambda: connection_tasks() == 0)
+
+    asyncio.run(run())
+
+
+def test_bytes_behind_the_last_request_do_not_hold_a_stop() -> None:
+    """I5: a connection that is answered while the server stops is closed, whatever its client sent ahead."""
+
+    async def run() -> None:
+        runner = FakeRunner(silent)
+        async with served(runner) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(raw(b"{}") * 2)
+            await until(lambda: bool(runner.bodies))
+            asyncio.get_running_loop().call_later(0.2, runner.calls[0].end)
+        assert b"chat.completion" in await reader.read()
+        assert len(runner.bodies) == 1
+        writer.close()
+
+    asyncio.run(asyncio.wait_for(run(), LONG))
+
+
+def test_requests_sent_ahead_are_answered() -> None:
+    """A1: several requests sent at once over one connection are answered in turn."""
+
+    async def run() -> None:
+        runner = FakeRunner()
+        async with served(runner) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(raw(b"{}") * 3)
+            for _ in range(3):
+                await asyncio.wait_for(reader.readuntil(b'"total_ms":30.0}}'), LONG)
+            writer.close()
+        assert len(runner.bodies) == 3
+
+    asyncio.run(run())
+
+
 def test_no_web_sockets() -> None:
     """P5: there is no web socket here, so no page opens one."""
 

@@ -380,6 +380,9 @@ def test_an_unusable_model_stops_the_server() -> None:
     assert world.exited == 1
     assert world.clients[id].end is not None
     assert world.clients[id].end.code == "shutting_down"
+    late = world.arrive()
+    assert world.clients[late].end is not None
+    assert world.clients[late].end.code == "draining"
 
 
 def test_prefill_lines() -> None:
@@ -418,6 +421,14 @@ def test_a_stalled_load_is_given_up() -> None:
     assert world.clients[id].end is not None
     assert world.clients[id].end.finish == "stop"
     assert world.clients[id].lines[0] == (10.0, "waiting, position 1, the model is loading, 10 s so far")
+
+
+def test_failed_starts_are_forgotten() -> None:
+    """R5: a load that never ends costs no memory, and no longer snapshot, however often it was tried."""
+    world = World(Script(), failpoints=[{"stall_load": 1}])
+    world.run_until(3_600.0)
+    assert world.core.memory.engine.epoch > 50
+    assert len(world.core.memory.engine.failures) <= 2
 
 
 def test_a_fault_of_ours() -> None:

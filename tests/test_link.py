@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -113,7 +112,7 @@ def test_starting_again_and_again_leaves_nothing_behind() -> None:
     """I11: no descriptor, no thread and no dead process stays of an engine that is gone."""
 
     def left() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     before = left()
     for _ in range(5):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine import load as loading
 from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
-from engine.load import LoadFailed, device_for, load, safe_rows, throttled
+from engine.load import LoadFailed, device_for, load, processors, throttled
 from engine.protocol import Config, Described, FromEngine, Loading
 from tests.fake_engine import FakeModel, build, checkpoint
 
@@ -73,7 +72,7 @@ def test_every_slot_gets_the_whole_window() -> None:
 
 def test_a_given_safe_step_is_taken_and_must_divide_the_grid() -> None:
     """G1: a step is --safe-rows rows, a divisor of the grid."""
-    assert loaded(safe_rows=16).safe_rows == 16
+    assert loaded(safe_rows=16).steps.blocks == (16,)
     with pytest.raises(LoadFailed, match="safe-rows 24") as failed:
         loaded(safe_rows=24)
     assert failed.value.code == 2
@@ -138,28 +137,19 @@ def test_a_device_that_is_not_there_is_named() -> None:
     assert device_for(msgspec.structs.replace(CONFIG, device="auto")) in ("cpu", "cuda")
 
 
-@given(st.sampled_from([1024, 64, 96, 7, 1]), st.integers(1, 5000), st.floats(1e-6, 3.0), st.floats(0, 0.4))
-def test_the_safe_step_is_the_largest_divisor_within_half_a_second(
-    grid: int, window: int, row_s: float, fixed: float
-) -> None:
-    """G1: auto, so that a step takes at most 0.5 s, at the end of the window too."""
-    tried: list[int] = []
-
-    def deep(rows: int) -> float:
-        tried.append(rows)
-        return fixed + rows * row_s
-
-    rows = safe_rows(grid, window, deep)
-    assert grid % rows == 0 and (rows <= window)
-    assert rows == 1 or fixed + rows * row_s <= loading.STEP_S or rows < tried[0]
-    assert all(fixed + n * row_s <= 2 * loading.STEP_S for n in tried[1:])
-
-
-def test_a_fast_machine_gets_the_whole_grid_and_a_slow_one_a_small_step() -> None:
-    assert safe_rows(1024, 8192, lambda rows: rows * 1e-5) == 1024
-    assert safe_rows(1024, 8192, lambda rows: rows * 2e-3) == 128
-    assert safe_rows(1024, 8192, lambda rows: rows * 0.02) == 16
-    assert safe_rows(1024, 40, lambda rows: rows * 1e-5) == 32
+def test_a_containers_share_of_time_bounds_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G1: a step's time is that of its slowest thread, and threads beyond the share are held back."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    assert processors(tmp_path) == 64
+    for said, count in (("max 100000", 64), ("200000 100000", 2), ("150000 100000", 2), ("1000 100000", 1)):
+        (tmp_path / "cpu.max").write_text(said + "\n")
+        assert processors(tmp_path) == count
+    (tmp_path / "cpu.max").unlink()
+    (tmp_path / "cpu").mkdir()
+    for quota, count in (("-1", 64), ("400000", 4)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota + "\n")
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        assert processors(tmp_path) == count
 
 
 def test_progress_is_said_four_times_a_second_and_at_both_ends() -> None:

@@ -27,7 +27,7 @@ def test_what_is_no_frame_is_an_error(data: bytes) -> None:
 def test_messages_pass_both_ways_in_order() -> None:
     from_parent, to_child = os.pipe()
     from_child, to_parent = os.pipe()
-    pipe = Pipe(os.fdopen(from_parent, "rb"), os.fdopen(to_parent, "wb"))
+    pipe = Pipe(from_parent, to_parent)
     assert pipe.take(0) == [] and pipe.take(0.01) == []
     for n in range(3):
         os.write(to_child, frame(Seen(1, 1, n)))

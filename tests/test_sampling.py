@@ -112,6 +112,8 @@ def test_same_seed_same_token_and_every_part_of_the_key_counts() -> None:
     for other in (noise(8, 0, 3, 100), noise(7, 1, 3, 100), noise(7, 0, 4, 100)):
         assert not np.array_equal(first, other)
     assert np.array_equal(first, noise(7, 0, 3, 101)[:100])
+    for ids in (np.array([99]), np.arange(0, 100, 7), np.arange(100)):
+        assert np.array_equal(first[ids], noise(7, 0, 3, 100, ids))
 
 
 def test_a_filter_that_leaves_the_winner_in_leaves_the_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import queue
@@ -35,7 +36,6 @@ from engine.protocol import (
     Sampling,
     Seen,
     Start,
-    Stop,
     ToEngine,
     Tokens,
 )
@@ -194,6 +194,15 @@ def test_a_fault_ends_its_run_alone_and_its_text_reaches_nobody(capsys: pytest.C
     assert SECRET not in repr(bench.said) and "xyzzy" not in capsys.readouterr().err
 
 
+def test_a_device_that_is_lost_ends_the_engine() -> None:
+    """I11: a fault that would meet every later run too is for a new start to mend; the run hears of it first."""
+    bench = Bench()
+    bench.engine._loaded = dataclasses.replace(bench.loaded, device="meta")  # a device that gives no number back
+    with pytest.raises(AssertionError, match="1"):
+        bench.turns(1, start())
+    assert [m.reason for m in bench.said if isinstance(m, Ended)] == ["fault"]
+
+
 def test_an_empty_prompt_is_a_fault() -> None:
     said = Bench().turns(3, Start(1, 1, 0, [], GREEDY, 5, []))
     assert [(m.reason, m.why) for m in said if isinstance(m, Ended)] == [("fault", "ValueError")] and len(said) == 1
@@ -269,7 +278,7 @@ def test_a_process_that_cannot_understand_leaves(fake: Any) -> None:
     """I11: what is no message ends it, for an engine that hears nothing more must not look alive."""
     client = fake()
     client.ready()
-    client.link._outbox.put(b"\x01\x00\x00\x00\xc1")
+    client.link._sender.send(b"\x01\x00\x00\x00\xc1")
     assert client.next() == Died(1, 1)
 
 
@@ -287,7 +296,7 @@ def test_a_load_can_die_and_can_stand_still(fake: Any) -> None:
     assert [type(m) for m in dead.until(Ready)] == [Described, Died]
     still = fake(failpoints={"stall_load": 1})
     assert isinstance(still.next(), Described)
-    still.link.send(Stop(1))  # even so it leaves when told to
+    still.link.close(30)  # even so it leaves when told to
     assert still.next() == Died(1, 0)
 
 

@@ -114,7 +114,7 @@ def _asked(name: str, what: str, question: Callable[[], Value]) -> Value:
     """The answer; a value of another type or out of range, which a damaged file may hold, is a CheckpointError."""
     try:
         return question()
-    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{name} does not say its {what} in a way that can be read ({type(error).__name__}); "
             "download it again or convert it anew."
@@ -123,10 +123,14 @@ def _asked(name: str, what: str, question: Callable[[], Value]) -> Value:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a ``.gguf`` file or a folder of safetensors. Raises CheckpointError that says what to do."""
+    return Checkpoint(_asked(path.name, "contents", lambda: _opened(path)))
+
+
+def _opened(path: Path) -> Format:
     if path.is_dir():
-        return Checkpoint(_asked(path.name, "contents", lambda: Folder(path)))
+        return Folder(path)
     if not path.exists():
         raise CheckpointError(f"There is no model at {path}; give a .gguf file or a safetensors folder with --model.")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path.name} is neither a .gguf file nor a folder; give one of these with --model.")
-    return Checkpoint(_asked(path.name, "contents", lambda: Gguf(path)))
+    return Gguf(path)

@@ -11,6 +11,7 @@ from typing import Any
 from hypercorn.asyncio import serve as hypercorn
 from hypercorn.config import Config, Sockets
 
+from pipeline.http import recycle
 from pipeline.http.app import App
 from pipeline.http.auth import is_loopback, read_keys
 from pipeline.http.wire import Connections, Listener
@@ -51,6 +52,7 @@ class _Bound(Config):
 
 async def serve(app: App, settings: Settings, shutdown: asyncio.Event, ready: Callable[[int], None]) -> None:
     """Serve until ``shutdown``, then let those inside finish. ``ready`` gets the port once it takes connections."""
+    recycle.install()
     listener = listen(settings, app.connections)
     cut: list[asyncio.TimerHandle] = []
 

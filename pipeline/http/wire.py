@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -22,6 +23,8 @@ LOOK_S = 1.0
 """Seconds between two looks at a live request's connection."""
 UNSENT = 128 << 10
 """Bytes the kernel takes ahead of the network for one connection, where it can be told."""
+RDHUP: int = getattr(select, "POLLRDHUP", 0)
+"""The system's word for a peer that closed; it stands behind no unread byte. Linux has one."""
 
 
 class Connections:
@@ -94,12 +97,17 @@ def abort(connection: socket.socket) -> None:
 
 
 def hung_up(connection: socket.socket) -> bool:
-    """Whether the peer closed, also when nobody reads the connection."""
+    """Whether the peer closed, also when nobody reads the connection, or what it sent ahead is still unread."""
     try:
+        if RDHUP:
+            poll = select.poll()
+            poll.register(connection, RDHUP)
+            if poll.poll(0):
+                return True
         return connection.recv(1, socket.MSG_PEEK | getattr(socket, "MSG_DONTWAIT", 0)) == b""
     except (BlockingIOError, InterruptedError):
         return False
-    except OSError:
+    except (OSError, ValueError):  # a closed socket has no descriptor
         return True
 
 
