@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import platform
 import queue
@@ -79,16 +80,16 @@ class Engine:
 
 
 def http_run(url: str, prompt: str, count: int) -> tuple[float, float, int]:
-    """A streamed completion: seconds to the first text, from it to the end, and its chunks of text."""
+    """A streamed completion: seconds to the first text, from it to the last, and how many chunks held text."""
     body = {"model": "m", "prompt": prompt, "max_tokens": count, "temperature": 0, "stream": True}
-    begun, first, last, chunks = time.perf_counter(), 0.0, 0.0, 0
+    begun, lines = time.perf_counter(), []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
         response.raise_for_status()
         for line in response.iter_lines():
-            if line.startswith("data: {") and '"text":""' not in line.replace(" ", ""):
-                last = time.perf_counter()
-                first, chunks = first or last, chunks + 1
-    return first - begun, last - first, chunks
+            if line.startswith("data: {"):
+                lines.append((time.perf_counter(), line))
+    times = [at for at, line in lines if any(c["text"] for c in json.loads(line[6:])["choices"])]
+    return times[0] - begun, times[-1] - times[0], len(times)
 
 
 class Bench:
@@ -200,10 +201,10 @@ def main(rounds: int, tokens: int, prompt: int, threads: int, model: str, peer: 
     with contextlib.ExitStack() as stack:
         engine = Engine(model, threads)
         stack.callback(engine.close)
-        server = stack.enter_context(Server("--model", model, "--threads", str(threads))).ready()
-        console.print(
-            f"prefill steps of {engine.ready.safe_rows} rows alone, {server.state()['engine']['safe_rows']} served"
-        )
+        rows = engine.ready.safe_rows  # chosen by measuring: both have to take the same
+        flags = ("--model", model, "--threads", str(threads), "--safe-rows", str(rows))
+        server = stack.enter_context(Server(*flags)).ready()
+        console.print(f"prefill steps of {rows} rows")
         sides: dict[str, Callable[[], Sample]] = {
             "engine alone": lambda: bench.engine(engine),
             "through HTTP": lambda: bench.http(server.url),
@@ -221,11 +222,11 @@ def main(rounds: int, tokens: int, prompt: int, threads: int, model: str, peer: 
             console.print("no peer in this run: llama-cpp-python is not installed, or not asked for")
         for side in sides.values():
             side()  # warm
-        rows: dict[str, list[Sample]] = {name: [] for name in sides}
+        samples: dict[str, list[Sample]] = {name: [] for name in sides}
         for _ in track(range(rounds), "measuring", console=console):
             for name, side in sides.items():
-                rows[name].append(side())
-    report(console, rows)
+                samples[name].append(side())
+    report(console, samples)
 
 
 def report(console: Console, rows: dict[str, list[Sample]]) -> None:
