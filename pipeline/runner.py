@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -31,12 +30,10 @@ from pipeline.core import Core
 from pipeline.engine_life import UNUSABLE
 from pipeline.faults import told, unhandled
 from pipeline.outbox import Comment, End, Text
+from pipeline.prepare import Preparation
 from pipeline.settings import Settings, failpoints, policy
 from pipeline.trace import Header, Recorder
-from stages.judge import Judged, Rules, judge, sampling
-from stages.prompt import Renderer
-from stages.refusal import Refusal, masked
-from stages.text import TextStage
+from stages.judge import Rules
 
 log = logging.getLogger("tandem")
 
@@ -59,12 +56,11 @@ class Runner:
         self._calls: dict[int, Call] = {}
         self._runs: dict[int, Call] = {}
         self._link: EngineLink | None = None
-        self._renderer: asyncio.Future[Renderer] = self._loop.create_future()
         self._inbox: deque[ev.Event] = deque()
         self._busy = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._next = 1
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="prepare")
+        self._preparation = Preparation(Rules(strict_model=settings.strict_model, model=model))
         self._recorder = self._record()
         self._tasks: set[asyncio.Future[Any]] = set()
         self._do: dict[type, Callable[[Any], None]] = {
@@ -224,49 +220,15 @@ class Runner:
 
     # -- preparation -----------------------------------------------------------------------------------------------
 
-    def rules(self) -> Rules:
-        """What the judge has to know of the server."""
-        return Rules(strict_model=self.settings.strict_model, model=self.model)
-
     async def _judge(self, call: Call, body: bytes) -> None:
-        judged = await self._loop.run_in_executor(self._pool, judge, call.route, body, self.rules())
-        self._judged(call, judged, len(body))
-
-    def _judged(self, call: Call, judged: Judged, size: int) -> None:
-        call.judged, call.stream, call.include_usage = judged, judged.stream, judged.include_usage
-        code, param = self._refused(call, judged.refusal)
-        self.post(
-            ev.Checked(
-                call.request, code, param, size, judged.stream, judged.messages, judged.max_tokens,
-            )
-        )  # fmt: skip
-
-    @staticmethod
-    def _refused(call: Call, refusal: Refusal | None) -> tuple[str, str]:
-        """Keep a refusal's words for the client; the trace gets its code and the masked field."""
-        if refusal is None:
-            return "", ""
-        call.message, call.param = refusal.text, refusal.param
-        return refusal.code, masked(refusal.param) if refusal.param else ""
+        self.post(await self._preparation.judge(call, body))
 
     def _start_to_prepare(self, effect: do.Prepare) -> None:
         call = self._calls[effect.request]
         self._spawn(self._prepare(call), call, "prompt")
 
     async def _prepare(self, call: Call) -> None:
-        """Render and tokenise, once the checkpoint is known."""
-        assert call.judged is not None and call.judged.request is not None
-        renderer = await asyncio.shield(self._renderer)
-        prompt = await self._loop.run_in_executor(self._pool, renderer.prompt, call.judged.request, float(call.created))
-        call.sampling = sampling(call.judged.request, call.seed)
-        call.text = TextStage(renderer.pieces, call.judged.stops)
-        call.judged = None  # a body may be large: nobody reads it again
-        if isinstance(prompt, Refusal):
-            code, param = self._refused(call, prompt)
-            self.post(ev.Prepared(call.request, 0, code, param))
-            return
-        call.tokens = prompt
-        self.post(ev.Prepared(call.request, len(prompt)))
+        self.post(await self._preparation.prepare(call))
 
     # -- effects on the engine ---------------------------------------------------------------------------------------
 
@@ -350,18 +312,12 @@ class Runner:
 
     async def _describe(self, message: wire.Described) -> None:
         """Build the renderer off the loop, once for each checkpoint."""
-        old = self.described
-        known = old is not None and (old.tokenizer, old.template) == (message.tokenizer, message.template)
         self.described = message
-        if not known:
-            try:
-                renderer = await self._loop.run_in_executor(self._pool, Renderer, message)
-            except Exception as error:
-                self._cannot_render(message.epoch, error)
-                return
-            if self._renderer.done():
-                self._renderer = self._loop.create_future()
-            self._renderer.set_result(renderer)
+        try:
+            await self._preparation.describe(message)
+        except Exception as error:
+            self._cannot_render(message.epoch, error)
+            return
         self.post(ev.EngineDescribed(message.epoch, message.window))
 
     def _cannot_render(self, epoch: int, error: Exception) -> None:
@@ -372,7 +328,7 @@ class Runner:
             self.post(ev.EngineDied(epoch, UNUSABLE[0]))
 
     async def _ready(self, message: wire.Ready) -> None:
-        await asyncio.shield(self._renderer)
+        await self._preparation.renderer()
         if self._recorder is not None:
             self._recorder.know(_capabilities(self.described, message))
         self.post(ev.EngineReady(message.epoch, message.load_s, message.safe_rows))
@@ -464,7 +420,7 @@ class Runner:
             self._link.close(5.0)
         if self._recorder is not None:
             self._recorder.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._preparation.close()
 
 
 def _capabilities(described: wire.Described | None, ready: wire.Ready) -> dict[str, Any]:

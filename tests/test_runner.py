@@ -13,6 +13,7 @@ import pytest
 from engine import protocol as wire
 from engine.link import Died
 from pipeline import events as ev
+from pipeline import prepare
 from pipeline import runner as module
 from pipeline.call import Call
 from pipeline.faults import unhandled
@@ -88,7 +89,7 @@ def test_a_broken_stage_ends_its_request(
 ) -> None:
     """A9, P1: whatever a stage raises, a library's panic too, the request ends as ours; only the class is said."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(module, "judge", raising(error))
+    monkeypatch.setattr(prepare, "judge", raising(error))
 
     async def test(runner: Runner) -> None:
         call = runner.receive("chat", 0)
@@ -105,7 +106,7 @@ def test_an_unusable_tokenizer_stops_the_server(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """I11, R1: a checkpoint whose prompts cannot be rendered is said and ends the server; nobody waits for ever."""
-    monkeypatch.setattr(module, "Renderer", raising(ValueError(SECRET)))
+    monkeypatch.setattr(prepare, "Renderer", raising(ValueError(SECRET)))
 
     async def test(runner: Runner) -> None:
         call = runner.receive("chat", 0)
