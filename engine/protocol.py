@@ -18,20 +18,31 @@ MAX_FRAME = 1 << 30
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How a token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off."""
+    """How a token is chosen. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
+
+    So are ``presence_penalty`` and ``frequency_penalty`` 0, ``repetition_penalty`` 1 and an empty ``logit_bias`` (by
+    token id); what they mean says ``engine/sampling.py``.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
 
 
 # -- to the engine -----------------------------------------------------------------------------------------------
 
 
 class Start(msgspec.Struct, tag="start", frozen=True):
-    """Prefill ``tokens`` in ``slot``, then decode at most ``max_tokens``. A stop id ends the run and is not sent."""
+    """Prefill ``tokens`` in ``slot``, then decode at most ``max_tokens``. A stop id ends the run and is not sent.
+
+    No stop id is chosen before the answer has ``min_tokens`` tokens.
+    """
 
     epoch: int
     run: int
@@ -41,6 +52,7 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     max_tokens: int
     stop_ids: list[int]
     choice: int = 0
+    min_tokens: int = 0
 
 
 class Seen(msgspec.Struct, tag="seen", frozen=True):

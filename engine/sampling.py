@@ -1,8 +1,10 @@
-"""How the next token is chosen from the logits: a pure function of logits, ``Sampling``, choice and position.
+"""How the next token is chosen from the logits: a pure function of logits, ``Start`` and the answer's tokens so far.
 
-Order: temperature; then ``top_k``, ``top_p`` and ``min_p``, each on what the one before left, on the distribution
-after temperature (the order of Hugging Face's warpers). Where logits tie, the lower id comes first, so ``top_k`` keeps
-exactly k tokens.
+Order: what changes single logits first, in ``Adjustments``: the repetition penalty (Keskar et al., "CTRL", 2019, as
+Hugging Face has it), presence and frequency penalties (OpenAI's), the bias, and stop ids that may not come yet. Greedy
+sees those too. Then ``choose``: temperature; then ``top_k``, ``top_p`` and ``min_p``, each on what the one before left,
+on the distribution after temperature (the order of Hugging Face's warpers). Where logits tie, the lower id comes first,
+so ``top_k`` keeps exactly k tokens.
 
 Sampling is the Gumbel-max trick, written as its equal, the exponential race: the token with the largest
 ``exp(logit / temperature) / e`` wins, with e independent and exponential (Gumbel 1954; Maddison et al., "A* Sampling",
@@ -14,11 +16,12 @@ batch and no other run moves it, and a filter that leaves the winner in leaves t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Items
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.protocol import Sampling
+from engine.protocol import Sampling, Start
 
 Logits = NDArray[np.float32]
 Ids = NDArray[np.intp]
@@ -26,10 +29,93 @@ Ids = NDArray[np.intp]
 _WORD = (1 << 64) - 1
 _COLDEST = 1e-30  # below it a division could leave the range of float32
 _SORTED_FIRST = (1e-2, 1e-5, 0.0)  # of the best token's weight
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class LogitsNotFinite(Exception):
     """The best logit is no number, or infinite: the forward pass went wrong."""
+
+
+class Adjustments:
+    """What the fields of one run do to single logits, from the tokens of its prompt and of its answer so far.
+
+    * ``repetition_penalty`` r, for every token of the prompt or the answer: a logit above 0 is divided by r, another
+      multiplied;
+    * then ``presence_penalty`` p and ``frequency_penalty`` f, for a token the *answer* holds c times, c above 0: the
+      logit less p + f * c;
+    * then ``logit_bias`` is added;
+    * then, while the answer has fewer than ``min_tokens`` tokens, stop ids are at -inf: never chosen.
+
+    Counting a token costs the same however long the answer is; applying costs one copy of the logits and work on the
+    touched ids alone. A run that asks for nothing counts nothing and gets back the very array it gave.
+    """
+
+    def __init__(self, start: Start) -> None:
+        how = start.sampling
+        self._repetition, self._presence, self._frequency = (
+            how.repetition_penalty, how.presence_penalty, how.frequency_penalty,
+        )  # fmt: skip
+        self._repeats = self._repetition != 1
+        self._penal = self._repeats or self._presence != 0 or self._frequency != 0
+        self._bias_ids = np.array(list(how.logit_bias), dtype=np.intp)
+        self._bias = np.array(list(how.logit_bias.values()), dtype=np.float32)
+        self._min_tokens = start.min_tokens
+        self._stop_ids = np.array(start.stop_ids if start.min_tokens > 0 else [], dtype=np.intp)
+        self._place: dict[int, int] = {}  # of an id in the two arrays below, which have room to grow
+        self._ids = np.empty(16, dtype=np.intp)
+        self._counts = np.zeros(16, dtype=np.float64)  # in the answer; 0: in the prompt alone
+        for token in start.tokens if self._repeats else []:
+            self._seat(token)
+
+    def count(self, tokens: Items[int]) -> None:
+        """These tokens were committed. One that is only proposed must not be counted: it may never be."""
+        if self._penal:
+            for token in tokens:
+                place = self._seat(token)  # first: it may put a larger array in the place of this one
+                self._counts[place] += 1
+
+    def apply(self, logits: Logits, position: int) -> Logits:
+        """The logits to choose from at ``position`` of the answer. Those given stay as they are: logprobs are of them.
+
+        Raises ``LogitsNotFinite`` for what the forward pass did wrong.
+        """
+        masked = position < self._min_tokens and len(self._stop_ids) > 0
+        if not (self._place or len(self._bias_ids) or masked):
+            return logits
+        highest(logits)  # before a penalty could hide what is no number
+        logits = logits.copy()
+        if self._place:
+            self._penalise(logits)
+        logits[self._bias_ids] += self._bias
+        if masked:
+            logits[self._stop_ids[self._stop_ids < len(logits)]] = -np.inf
+        return logits
+
+    def _penalise(self, logits: Logits) -> None:
+        ids, counts = self._ids[: len(self._place)], self._counts[: len(self._place)]
+        values = logits[ids].astype(np.float64)
+        if self._repeats:
+            with np.errstate(over="ignore"):  # any penalty above 0 may be asked for: the clip below bounds it
+                values = np.where(values > 0, values / self._repetition, values * self._repetition)
+        values -= self._presence * (counts > 0) + self._frequency * counts
+        logits[ids] = np.clip(values, -_LARGEST, _LARGEST)
+
+    def _seat(self, token: int) -> int:
+        """The place of an id, a new one at the end."""
+        place = self._place.setdefault(token, len(self._place))
+        if place == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[place] = token
+        return place
+
+
+def highest(logits: Logits) -> int:
+    """The lowest id among the best. Raises ``LogitsNotFinite`` when the best is no number, or infinite."""
+    best = int(logits.argmax())  # a NaN is the maximum to numpy, so one check finds it wherever it is
+    if not math.isfinite(logits[best]):
+        raise LogitsNotFinite
+    return best
 
 
 def choose(logits: Logits, sampling: Sampling, choice: int, position: int) -> int:
@@ -38,9 +124,7 @@ def choose(logits: Logits, sampling: Sampling, choice: int, position: int) -> in
     Greedy at ``temperature`` 0 or ``top_p`` 0: the lowest id among the best. Raises ``LogitsNotFinite``, and
     ``ValueError`` for a temperature below 0.
     """
-    best = int(logits.argmax())  # a NaN is the maximum to numpy, so one check finds it wherever it is
-    if not math.isfinite(logits[best]):
-        raise LogitsNotFinite
+    best = highest(logits)
     if sampling.temperature == 0 or sampling.top_p <= 0 or sampling.top_k == 1:
         return best
     if not sampling.temperature > 0:

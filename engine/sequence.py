@@ -21,6 +21,7 @@ from enum import Enum
 
 from engine.failpoints import Failpoints
 from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Seen, Start, Tokens
+from engine.sampling import Adjustments
 
 
 class Step(Enum):
@@ -41,6 +42,7 @@ class Sequence:
         self.rows = 0  # resident
         self.chunks = 0
         self.answer: list[int] = []  # committed
+        self.adjustments = Adjustments(start)  # counts what is in ``answer`` and nothing else
         self.acked = 0
         self.prefill_ms = self.decode_ms = 0.0
         self._stop_ids = frozenset(start.stop_ids)
@@ -83,13 +85,14 @@ class Sequence:
     def propose(self, ids: Items[int], ms: float, ending: str = "") -> None:
         """The next round was computed, which made the rows of all committed tokens resident.
 
-        It is cut at a stop id or at the limit. ``ending``: end after it for that reason (a script's end).
+        It is cut at the limit or at a stop id past ``min_tokens``. ``ending``: end after it for that reason (a
+        script's end).
         """
         self.rows = self.prompt + len(self.answer)
         self.decode_ms += ms
         self._round, self._round_ms, self._ending = [], ms, ending
         for token in ids[: self.limit - len(self.answer)]:
-            if token in self._stop_ids:
+            if token in self._stop_ids and len(self.answer) + len(self._round) >= self.start.min_tokens:
                 self._ending = "stop"
                 break
             self._round.append(token)
@@ -127,6 +130,7 @@ class Sequence:
     def _commit(self, ids: list[int]) -> list[FromEngine]:
         first, self._round = len(self.answer), None
         self.answer += ids
+        self.adjustments.count(ids)
         said: list[FromEngine] = []
         if ids:
             said.append(Tokens(self.start.epoch, self.start.run, first, ids, self._round_ms))

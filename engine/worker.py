@@ -122,6 +122,7 @@ class Engine:
     def _choose(self, run: Sequence, logits: sampling.Logits) -> int:
         position = len(run.answer)
         self._suffer(self._failpoints.harm("token", [position + 1]))
+        logits = run.adjustments.apply(logits, position)
         return sampling.choose(logits, run.start.sampling, run.start.choice, position)
 
     def _measure(self, message: Measure) -> Memory:

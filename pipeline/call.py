@@ -9,7 +9,7 @@ from pipeline.outbox import Outbox
 
 if TYPE_CHECKING:
     from engine.protocol import Sampling
-    from stages.judge import Judged
+    from stages.judge import Ending, Judged
     from stages.text import TextStage
 
 
@@ -27,6 +27,7 @@ class Call:
         self.judged: Judged | None = None
         self.tokens: list[int] = []
         self.sampling: Sampling | None = None
+        self.ending: Ending | None = None
         self.text: TextStage | None = None
         self._pieces: dict[int, list[str]] = {}
         self._handles = 0

@@ -50,6 +50,7 @@ class EngineLife(Waiting):
         if engine is None or engine.state is not EngineState.starting:
             return
         engine.load_s, engine.safe_rows, engine.step_s = event.load_s, event.safe_rows, 0.0
+        engine.load_done = engine.load_total
         self._fire(engine, Trigger.ready, now)
         self._effects.append(do.Log(f"[engine] ready in {event.load_s:.1f} s"))
         self._offer_waiting(now)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.protocol import Described
 from pipeline import events as ev
 from pipeline.call import Call
-from stages.judge import Rules, judge, sampling
+from stages.judge import Rules, ending, judge, sampling
 from stages.prompt import Renderer
 from stages.refusal import Refusal, masked
 from stages.text import TextStage
@@ -43,6 +43,7 @@ class Preparation:
         renderer = await self.renderer()
         prompt = await self._loop.run_in_executor(self._pool, renderer.prompt, call.judged.request, float(call.created))
         call.sampling = sampling(call.judged.request, call.seed)
+        call.ending = ending(call.judged.request)
         call.text = TextStage(renderer.pieces, call.judged.stops)
         call.judged = None  # a body may be large: nobody reads it again
         if isinstance(prompt, Refusal):

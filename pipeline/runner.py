@@ -261,14 +261,14 @@ class Runner:
 
     def _start_run(self, effect: do.StartRun) -> None:
         call = self._calls[effect.request]
-        assert call.sampling is not None and self.described is not None
+        assert call.sampling is not None and call.ending is not None and self.described is not None
         self._runs[effect.run] = call
         if self._recorder is not None:
             self._recorder.text({"request": effect.request, "prompt": call.tokens})
         self._tell(
             wire.Start(
                 effect.epoch, effect.run, effect.slot, call.tokens, call.sampling, effect.max_tokens,
-                self.described.end_ids,
+                call.ending.all_ids(self.described.end_ids), min_tokens=call.ending.min_tokens,
             )
         )  # fmt: skip
 

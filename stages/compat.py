@@ -4,8 +4,8 @@
 (A3). ``later``: of the design, not built yet; until then a value that asks for nothing passes and any other is refused,
 so that no wish is dropped in silence. A field that is not here is unknown and passes (A5).
 
-Dotted names are fields of objects. The model served now does not think, so a thinking field passes when it turns
-thinking off or leaves it to the server, and is refused when it asks for some.
+Dotted names are fields of objects. The model served now does not think, so a request passes when it turns thinking
+off or leaves it to the server, and is refused when it asks for some.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import msgspec
 
 from stages.refusal import Refusal, refuse
 from stages.schema import ChatRequest, Request
+from stages.thinking import ROWS, TOP, Thinking, at, read
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -38,59 +39,8 @@ def _later(row: str, *neutral: object) -> Answer:
     return Answer("later", row, neutral)
 
 
-OFF_WORDS = ("none", "off", "auto", "default", "on")
-"""Effort words that ask for no thinking here: off, or as the server's default, which is off."""
-
-_EFFORT = _later("C1", *OFF_WORDS)
-_SWITCH = _later("C2", False, "false")
-_BUDGET = _later("C", 0)
-_OBJECT = _later("C")  # judged by its own fields
-
-THINKING: dict[str, Answer] = {
-    "reasoning_effort": _EFFORT,
-    "reasoning": _later("C", *OFF_WORDS, False),
-    "reasoning.effort": _EFFORT,
-    "reasoning.enabled": _SWITCH,
-    "reasoning.enable": _SWITCH,
-    "reasoning.max_tokens": _BUDGET,
-    "enable_thinking": _SWITCH,
-    "think": _later("C2", False, "false", *OFF_WORDS),
-    "thinking": _later("C2", False, "disabled"),
-    "thinking.type": _later("C2", "disabled"),
-    "thinking.budget_tokens": _BUDGET,
-    "output_config.effort": _EFFORT,
-    "thinking_config": _OBJECT,
-    "thinking_config.thinking_budget": _BUDGET,
-    "thinking_config.thinking_level": _EFFORT,
-    "thinkingConfig": _OBJECT,
-    "thinkingConfig.thinkingBudget": _BUDGET,
-    "thinkingConfig.thinkingLevel": _EFFORT,
-    "extra_body.google.thinking_config.thinking_budget": _BUDGET,
-    "extra_body.google.thinking_config.thinking_level": _EFFORT,
-    "extra_body.google.thinkingConfig.thinkingBudget": _BUDGET,
-    "extra_body.google.thinkingConfig.thinkingLevel": _EFFORT,
-    "nvext.max_thinking_tokens": _BUDGET,
-    "custom_params.thinking_budget": _BUDGET,
-    "chat_template_kwargs": _OBJECT,
-    "chat_template_kwargs.enable_thinking": _SWITCH,
-    "chat_template_kwargs.thinking": _SWITCH,
-    "chat_template_kwargs.reasoning_effort": _EFFORT,
-    "chat_template_kwargs.thinking_budget": _BUDGET,
-    "chat_template_kwargs.thinking_token_budget": _BUDGET,
-    "chat_template_args": _OBJECT,
-    "chat_template_args.enable_thinking": _SWITCH,
-    "max_reasoning_tokens": _BUDGET,
-    "thinking_budget": _BUDGET,
-    "thinking_token_budget": _BUDGET,
-    "thinking_budget_tokens": _BUDGET,
-    "reasoning_budget": _BUDGET,
-    "reasoning_budget_tokens": _BUDGET,
-    "max_thinking_tokens": _BUDGET,
-    "reasoning_tokens": _BUDGET,
-}
-
-PARENTS = ("reasoning", "thinking", "thinking_config", "thinkingConfig", "chat_template_kwargs", "chat_template_args")
-"""Objects whose own fields are rows of the table: the object itself asks for nothing."""
+THINKING: dict[str, Answer] = {path: _later(row) for path, row in ROWS.items()}
+"""The thinking shapes. ``stages.thinking`` reads them all into one wish, and that wish is judged, not each field."""
 
 COMMON: dict[str, Answer] = {
     "model": HONOURED,
@@ -109,20 +59,20 @@ COMMON: dict[str, Answer] = {
     "top_k": EXTENSION,
     "min_p": EXTENSION,
     "n": _later("F11", 1),
-    "presence_penalty": _later("A1", 0),
-    "frequency_penalty": _later("A1", 0),
-    "repetition_penalty": _later("A4", 1),
+    "presence_penalty": HONOURED,
+    "frequency_penalty": HONOURED,
+    "repetition_penalty": EXTENSION,
     "no_repeat_ngram_size": _later("A4", 0),
-    "logit_bias": _later("A1", {}),
+    "logit_bias": HONOURED,
     "logprobs": _later("F7", False),
     "response_format": _later("E1"),
     "structured_outputs": _later("E1", {}),
     "guided_json": _later("E1"),
     "guided_regex": _later("E1"),
     "guided_choice": _later("E1"),
-    "ignore_eos": _later("A4", False),
-    "min_tokens": _later("A4", 0),
-    "stop_token_ids": _later("A4", []),
+    "ignore_eos": EXTENSION,
+    "min_tokens": EXTENSION,
+    "stop_token_ids": EXTENSION,
     "reasoning_format": _later("B10", "auto", "none"),
     "include_reasoning": Answer("accepted", "B10"),  # no thinking: nothing to show or to hide
     "draft_temperature": Answer("accepted", "A4"),  # of a drafter's proposals only: never changes the text
@@ -166,12 +116,23 @@ FIELDS: dict[str, dict[str, Answer]] = {
 
 
 def refused_field(request: Request) -> Refusal | None:
-    """The first field that asks for what is not served, as ``unsupported_parameter``."""
+    """A malformed thinking shape; else the first field that asks for what is not served (``unsupported_parameter``)."""
+    shapes = {name: getattr(request, name) for name in TOP}
+    thinking = read(shapes)
+    if isinstance(thinking, Refusal):
+        return thinking
     fields = FIELDS["chat" if isinstance(request, ChatRequest) else "completions"]
     for path, answer in fields.items():
-        if answer.kind in ("refused", "later") and _asks(request, path, answer):
+        if path not in THINKING and answer.kind in ("refused", "later") and _asks(request, path, answer):
             return _refusal(path, answer)
-    return _unknown_template_field(request)
+    return _thinks(thinking, shapes) or _unknown_template_field(request)
+
+
+def _thinks(thinking: Thinking, shapes: dict[str, object]) -> Refusal | None:
+    """No model thinks yet. A lone 0 passes: where nothing is thought, nothing is lost by having no cap."""
+    if not thinking.on or at(shapes, thinking.switch) == 0:
+        return None
+    return _refusal(thinking.switch, THINKING[thinking.switch])
 
 
 def _asks(request: Request, path: str, answer: Answer) -> bool:
@@ -185,7 +146,7 @@ def _asks(request: Request, path: str, answer: Answer) -> bool:
             return not _same(value, request.n or 1)
         case "response_format":
             return not (isinstance(value, dict) and value.get("type") == "text")
-    return not (isinstance(value, dict) and path in PARENTS)
+    return True
 
 
 def _value(request: Request, path: str) -> Any:
@@ -216,5 +177,5 @@ def _unknown_template_field(request: Request) -> Refusal | None:
     for name, value in kwargs.items():
         path = f"chat_template_kwargs.{name}"
         if value is not None and path not in THINKING:
-            return _refusal(path, _OBJECT)
+            return _refusal(path, THINKING["chat_template_kwargs"])
     return None

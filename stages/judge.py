@@ -33,6 +33,21 @@ class Judged(msgspec.Struct, frozen=True):
     stops: list[str] = []
 
 
+class Ending(msgspec.Struct, frozen=True):
+    """Which tokens end an answer. ``ignore_eos``: not the checkpoint's own; ``stop_ids``: the client's, in any case.
+
+    Before ``min_tokens`` tokens none of them is chosen.
+    """
+
+    ignore_eos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    def all_ids(self, end_ids: list[int]) -> list[int]:
+        """The run's stop ids, with a checkpoint's own ``end_ids``."""
+        return sorted({*self.stop_ids, *([] if self.ignore_eos else end_ids)})
+
+
 def judge(route: str, body: bytes, rules: Rules) -> Judged:
     """Judge a body of ``route`` ("chat" or "completions"). Never raises for what a client sent."""
     fields = parse(body)
@@ -59,7 +74,17 @@ def sampling(request: Request, seed: int) -> Sampling:
         top_p=top_p,
         min_p=request.min_p or 0.0,
         seed=seed if request.seed is None else request.seed,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        logit_bias={int(token): float(bias) for token, bias in (request.logit_bias or {}).items() if bias},
     )
+
+
+def ending(request: Request) -> Ending:
+    """Which tokens end the answer."""
+    ids = tuple(request.stop_token_ids or ())
+    return Ending(bool(request.ignore_eos), ids, min(request.min_tokens or 0, LARGEST))
 
 
 def max_tokens(request: Request) -> int:

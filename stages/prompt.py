@@ -30,9 +30,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine.protocol import Described
+from stages.judge import ending
 from stages.refusal import Refusal, refuse
 from stages.schema import ChatRequest, CompletionRequest, Message, Request, ToolCall
-from stages.validate import SYSTEM, prompt_of
+from stages.validate import SYSTEM, foreign_id, prompt_of
 
 MARK = "\ufdd0\ufdd1"
 """Two noncharacters, which Unicode gives to no text; a client's own are cut out likewise."""
@@ -47,7 +48,7 @@ class Renderer:
 
     def __init__(self, described: Described) -> None:
         self._tokenizer = Tokenizer.from_str(described.tokenizer)
-        self._vocab = described.vocab
+        self._vocab, self._end_ids = described.vocab, described.end_ids
         self._bos = described.bos_id if described.add_bos else None
         self._names = described.special
         self._template = _compiled(described.template)
@@ -60,12 +61,22 @@ class Renderer:
         return rendered if isinstance(rendered, Refusal) else rendered.replace(MARK, "")
 
     def prompt(self, request: Request, wall: float) -> list[int] | Refusal:
-        """The prompt's token ids, at least one."""
+        """The prompt's token ids, at least one; a refusal also for ids of other fields outside the vocabulary."""
+        fault = foreign_id(request, self._vocab) or self._mute(request)
+        if fault:
+            return fault
         ids = self._chat(request, wall) if isinstance(request, ChatRequest) else self._completion(request)
         if isinstance(ids, Refusal) or ids:
             return ids
         field = "messages" if isinstance(request, ChatRequest) else "prompt"
         return refuse("invalid_value", field, f"{field} renders to no token.")
+
+    def _mute(self, request: Request) -> Refusal | None:
+        """A refusal where ``min_tokens`` forbids every token there is."""
+        ends = ending(request)
+        if not ends.min_tokens or len(ends.all_ids(self._end_ids)) < self._vocab:
+            return None
+        return refuse("invalid_value", "min_tokens", "min_tokens leaves no token: all are stop ids.")
 
     def _chat(self, request: ChatRequest, wall: float) -> list[int] | Refusal:
         rendered = self._render(request, wall)

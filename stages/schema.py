@@ -90,22 +90,22 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float | None = None
     seed: int | None = None
     n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None  # validate judges keys and values: msgspec would not name the key
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
 
     # of the design, not built yet: compat lets neutral values through
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
     no_repeat_ngram_size: Any = None
-    logit_bias: Any = None
     logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
-    ignore_eos: Any = None
-    min_tokens: Any = None
-    stop_token_ids: Any = None
     reasoning_format: Any = None
     reasoning_effort: Any = None
     reasoning: Any = None
@@ -160,8 +160,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 Request = ChatRequest | CompletionRequest
 
-INTEGERS = ("max_tokens", "max_completion_tokens", "top_k", "seed", "n")
-"""Fields whose 1024.0 is read as 1024."""
+INTEGERS = ("max_tokens", "max_completion_tokens", "top_k", "seed", "n", "min_tokens", "stop_token_ids")
+"""Fields whose 1024.0 is read as 1024, in a list too."""
 
 # The hook reads 1e999 as infinity, so that a field's range check names it; without it the whole body would be at fault.
 _parser = msgspec.json.Decoder(float_hook=float)
@@ -207,7 +207,7 @@ def parse(body: bytes) -> dict[str, Any] | Refusal:
 
 def shape(route: str, fields: dict[str, Any]) -> Request | Refusal:
     """The typed request; else ``invalid_type``, ``invalid_value`` or ``missing_required_parameter`` with the path."""
-    whole = {name: int(fields[name]) for name in INTEGERS if _whole(fields.get(name))}
+    whole = {name: _whole(fields[name]) for name in INTEGERS if name in fields}
     try:
         if route == "chat":
             return msgspec.convert(fields | whole, ChatRequest)
@@ -216,8 +216,10 @@ def shape(route: str, fields: dict[str, Any]) -> Request | Refusal:
         return _mistyped(str(error))
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
+def _whole(value: object) -> object:
+    if isinstance(value, list):
+        return [_whole(entry) for entry in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _deep() -> Refusal:

@@ -5,6 +5,10 @@ Types were settled by ``schema``; what is served and what is not is ``compat``'s
 
 from __future__ import annotations
 
+import re
+from math import inf
+from typing import Any
+
 import msgspec
 
 from stages.refusal import Refusal, quoted, refuse
@@ -14,7 +18,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SYSTEM = ("system", "developer")
 MAX_STOPS = 16
 MAX_CHOICES = 16
+PENALTIES = (-2, 2)
+BIASES = (-100, 100)
 SEEDS = (-(1 << 63), (1 << 63) - 1)
+
+
+_ID = re.compile(r"0|[1-9][0-9]{0,17}")  # one spelling for each token id, so that no two keys mean the same
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -185,7 +194,12 @@ def _ranges(request: Request) -> Refusal | None:
         or _within("min_p", request.min_p, 0, 1)
         or _within("n", request.n, 1, MAX_CHOICES)
         or _within("seed", request.seed, *SEEDS)
+        or _within("presence_penalty", request.presence_penalty, *PENALTIES)
+        or _within("frequency_penalty", request.frequency_penalty, *PENALTIES)
+        or _repetition(request.repetition_penalty)
+        or _min_tokens(request.min_tokens)
         or _top_k(request.top_k)
+        or _biases(request.logit_bias or {})
     )
 
 
@@ -199,6 +213,43 @@ def _top_k(value: int | None) -> Refusal | None:
     if value is None or value >= -1:
         return None
     return refuse("invalid_value", "top_k", "top_k must be at least -1; -1 and 0 turn it off.")
+
+
+def _repetition(value: float | None) -> Refusal | None:
+    if value is None or 0 < value < inf:
+        return None
+    return refuse("invalid_value", "repetition_penalty", "repetition_penalty must be over 0; 1 turns it off.")
+
+
+def _min_tokens(value: int | None) -> Refusal | None:
+    if value is None or value >= 0:
+        return None
+    return refuse("invalid_value", "min_tokens", "min_tokens must be at least 0.")
+
+
+def _biases(biases: dict[str, Any]) -> Refusal | None:
+    """Keys are token ids, values numbers in range or null. Which ids there are is known later: ``foreign_id``."""
+    for key, value in biases.items():
+        name = f"logit_bias.{key}"
+        if not _ID.fullmatch(key):
+            return refuse("invalid_value", name, f"The keys of logit_bias must be token ids, not {quoted(key)}.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            return refuse("invalid_type", name, f"{name} must be a number.")
+        fault = _within(name, value, *BIASES)
+        if fault:
+            return fault
+    return None
+
+
+def foreign_id(request: Request, vocab: int) -> Refusal | None:
+    """The first id that is none of the checkpoint's ``vocab`` tokens. Called once the vocabulary is known."""
+    named = [(f"logit_bias.{key}", int(key)) for key in request.logit_bias or {}]
+    named += [(f"stop_token_ids[{index}]", token) for index, token in enumerate(request.stop_token_ids or [])]
+    for name, token in named:
+        if not 0 <= token < vocab:
+            text = f"{name} names a token that is not there: this model's vocabulary is 0 to {vocab - 1}."
+            return refuse("invalid_value", name, text)
+    return None
 
 
 def _stop(stop: str | list[str] | None) -> Refusal | None:

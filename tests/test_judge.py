@@ -4,8 +4,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.protocol import Start, encoder
-from stages.judge import LARGEST, judge, sampling
+from engine.protocol import Sampling, Start, encoder
+from stages.judge import LARGEST, Ending, ending, judge, sampling
 from stages.schema import decode
 from stages.validate import Rules
 from tests.captures import captured
@@ -78,6 +78,29 @@ def test_sampling():
     assert chosen(seed=0).seed == 0
 
 
+def test_penalties_and_bias():
+    """A1: neutral where nothing was asked for, a bias of 0 or null as well (A4)."""
+    plain = chosen(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={"5": 0, "6": None})
+    assert plain == chosen() == Sampling(seed=11)
+    asked = chosen(presence_penalty=1, frequency_penalty=-0.5, repetition_penalty=1.2, logit_bias={"5": 3, "0": -1.5})
+    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (1.0, -0.5, 1.2)
+    assert asked.logit_bias == {5: 3.0, 0: -1.5}
+
+
+def test_ending():
+    """A4: which tokens end an answer; the client's ids in any case."""
+
+    def ends(**fields):
+        return ending(decode("chat", body(**fields)))
+
+    assert ends() == ends(ignore_eos=False, min_tokens=0, stop_token_ids=[]) == Ending()
+    assert ends().all_ids([2, 7]) == [2, 7]
+    assert ends(ignore_eos=True).all_ids([2, 7]) == []
+    assert ends(stop_token_ids=[9, 7, 9]).all_ids([2, 7]) == [2, 7, 9]
+    assert ends(stop_token_ids=[9], ignore_eos=True).all_ids([2, 7]) == [9]
+    assert (ends(min_tokens=5).min_tokens, ends(min_tokens=10**30).min_tokens) == (5, LARGEST)
+
+
 def test_greedy():
     """A6a: temperature 0 and top_p 0 are greedy; -1 turns top_k off."""
     assert chosen(temperature=0).temperature == 0.0
@@ -95,7 +118,11 @@ def test_any_object(route, fields):
         assert error_bytes(judged.refusal) < 2048
         assert (judged.refusal.param is None) == (judged.refusal.code == "invalid_json")
     else:
-        encoder.encode(Start(1, 1, 0, [1], sampling(judged.request, 5), judged.max_tokens, []))
+        ends = ending(judged.request)
+        start = Start(
+            1, 1, 0, [1], sampling(judged.request, 5), judged.max_tokens, list(ends.stop_ids), 0, ends.min_tokens
+        )
+        encoder.encode(start)
 
 
 @given(routes, st.binary(max_size=100))

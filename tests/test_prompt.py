@@ -336,3 +336,27 @@ def test_embedded_takes_what_clients_send(embedded):
         ids = embedded.prompt(request, WALL)
         assert not isinstance(ids, Refusal), (file, ids)
     assert ids == embedded.prompt(request, WALL + 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logit_bias": {"0": 1, "299": 1}, "stop_token_ids": [0, 299]}, None),
+        ({"logit_bias": {"0": 1, "300": 1}}, "logit_bias.300"),
+        ({"logit_bias": {"9" * 18: 1}}, "logit_bias." + "9" * 18),
+        ({"stop_token_ids": [5, 300]}, "stop_token_ids[1]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [10**30]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": list(range(300))}, None),
+        ({"stop_token_ids": list(range(300)), "min_tokens": 1}, "min_tokens"),
+    ],
+)
+def test_ids_of_other_fields_are_in_the_vocabulary(fields, param):
+    """A6a: the ids of logit_bias and stop_token_ids are the checkpoint's; the first that is not is named."""
+    served = renderer(vocab=300)
+    for request in (chat(USER, **fields), decode("completions", json.dumps({"prompt": "hi", **fields}).encode())):
+        answer = served.prompt(request, WALL)
+        if param is None:
+            assert not isinstance(answer, Refusal)
+        else:
+            assert (answer.code, answer.param) == ("invalid_value", param)

@@ -160,6 +160,7 @@ def test_whole_floats_are_integers():
     request = chat(max_tokens=1024.0, top_k=20.0, seed=-3.0, n=1.0, max_completion_tokens=1e3)
     assert (request.max_tokens, request.top_k, request.seed, request.n) == (1024, 20, -3, 1)
     assert request.max_completion_tokens == 1000
+    assert (chat(min_tokens=2.0).min_tokens, chat(stop_token_ids=[5.0, 6]).stop_token_ids) == (2, [5, 6])
     typed = {field.name for field in msgspec.structs.fields(Common) if "int" in str(field.type)}
     assert typed == set(INTEGERS)
 

@@ -111,6 +111,10 @@ def test_function_role_says_use_tools():
         ("top_k", [-1, 0, 1, 10**30], [-2]),
         ("seed", [0, -(1 << 63), (1 << 63) - 1], [1 << 63, -(1 << 63) - 1]),
         ("n", [1, 16], [0, 17, -1]),
+        ("presence_penalty", [-2, 0, 0.5, 2], [-2.01, 2.01, 10**300]),
+        ("frequency_penalty", [-2, 0, 0.5, 2], [-2.01, 2.01, 10**300]),
+        ("repetition_penalty", [1e-300, 1, 1.3, 1e300], [0, -1]),
+        ("min_tokens", [0, 5, 5.0, 10**30], [-1]),
         ("stop", ["a", [], ["a"], ["a"] * 16], ["", ["a"] * 17]),
     ],
 )
@@ -131,6 +135,30 @@ def test_both_limits():
 def test_empty_stop():
     """A6a: none empty, the place named."""
     assert judged(stop=["a", ""]) == invalid("stop[1]")
+
+
+@pytest.mark.parametrize("good", [{}, {"0": 100, "5": -100.0, "49151": 0.5}, {"7": None}])
+def test_logit_bias(good):
+    """A6a: token ids as keys, -100 to 100 as values; null is absent."""
+    for route in ("chat", "completions"):
+        assert judged(route, logit_bias=good) is None
+
+
+@pytest.mark.parametrize("key", ["", "a", "-1", "+1", " 1", "01", "1.0", "\u0661", "9" * 5000])
+def test_a_key_that_is_no_token_id(key):
+    """A6a: the key is named, cut where it is long."""
+    code, param = judged(logit_bias={"3": 1, key: 1})
+    assert code == "invalid_value" and param.startswith(f"logit_bias.{key}"[:200])
+
+
+def test_a_bias_out_of_range():
+    """A6a: the id is named."""
+    for value in (100.1, -101, 10**400):
+        assert judged(logit_bias={"3": 1, "4": value}) == invalid("logit_bias.4")
+    for value in ("1", True, [1], {}):
+        assert judged(logit_bias={"4": value}) == ("invalid_type", "logit_bias.4")
+    request = decode("chat", b'{"messages":[{"role":"user","content":"hi"}],"logit_bias":{"4":1e999}}')
+    assert validate(request, Rules()).param == "logit_bias.4"
 
 
 def test_infinite_numbers():

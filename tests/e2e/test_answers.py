@@ -100,6 +100,24 @@ def test_max_tokens(client: OpenAI) -> None:
     assert re.search(r"\b9\d{3}\b", caught.value.message)
 
 
+def test_what_changes_logits_and_ends_answers(client: OpenAI) -> None:
+    """A4: logit_bias forces a token; ignore_eos writes to the limit; stop_token_ids ends (A1 too)."""
+    forced = ask(client, temperature=0, max_tokens=3, logit_bias={"504": 100})  # "The": in front of every other token
+    assert forced.choices[0].message.content == "TheTheThe"
+    free = ask(client, temperature=0, max_tokens=3, logit_bias={"504": 100}, frequency_penalty=2, presence_penalty=2)
+    assert free.choices[0].message.content == "TheTheThe"  # the bias is larger than both together
+    on = ask(client, temperature=0, max_tokens=150, extra_body={"ignore_eos": True})
+    assert (on.choices[0].finish_reason, on.usage.completion_tokens) == ("length", 150)
+    stopped = ask(client, temperature=0, logit_bias={"504": 100}, extra_body={"stop_token_ids": [504]})
+    assert (stopped.choices[0].finish_reason, stopped.usage.completion_tokens) == ("stop", 0)
+    least = {"stop_token_ids": [504], "min_tokens": 4}
+    late = ask(client, temperature=0, logit_bias={"504": 100}, extra_body=least)
+    assert (late.choices[0].finish_reason, late.usage.completion_tokens) == ("stop", 4)
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(client, logit_bias={"49152": 1})
+    assert (caught.value.code, caught.value.param) == ("invalid_value", "logit_bias.49152")
+
+
 def test_eight_clients_at_once(client: OpenAI) -> None:
     """I7, R1: eight at once are all answered, each with what it gets alone."""
     texts = [f"Name the number {n} in words." for n in range(8)]
