@@ -41,7 +41,8 @@ class Sampling(msgspec.Struct, frozen=True):
 class Start(msgspec.Struct, tag="start", frozen=True):
     """Prefill ``tokens`` in ``slot``, then decode at most ``max_tokens``. A stop id ends the run and is not sent.
 
-    No stop id is chosen before the answer has ``min_tokens`` tokens.
+    No stop id is chosen before the answer has ``min_tokens`` tokens. ``logprobs``: how many alternatives each token's
+    log-probability comes with, -1: none is asked for.
     """
 
     epoch: int
@@ -53,6 +54,7 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     stop_ids: list[int]
     choice: int = 0
     min_tokens: int = 0
+    logprobs: int = -1
 
 
 class Seen(msgspec.Struct, tag="seen", frozen=True):
@@ -158,14 +160,23 @@ class Chunk(msgspec.Struct, tag="chunk", frozen=True):
     ms: float
 
 
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """A token's log-probability by the raw logits, and the likeliest tokens', best first (``engine/logprobs.py``)."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
-    """One round: ``ids`` are answer tokens ``start`` … ``start + len(ids) - 1``."""
+    """One round: ``ids`` are answer tokens ``start`` … ``start + len(ids) - 1``; ``logprobs`` one each, if asked."""
 
     epoch: int
     run: int
     start: int
     ids: list[int]
     ms: float
+    logprobs: list[TokenLogprob] = []
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):

@@ -39,6 +39,7 @@ from engine.protocol import (
     Start,
     Stop,
     ToEngine,
+    TokenLogprob,
 )
 from engine.sequence import Sequence, Slots, Step
 from engine.weights.errors import CheckpointError
@@ -232,7 +233,7 @@ class ScriptedEngine:
         if harm:
             self._suffer(harm, at, said)
         elif ids:
-            run.propose(ids, ms)
+            run.propose(ids, ms, logprobs=_certain(ids, run.start.logprobs))
         elif answer.then in ("stop", "length"):
             run.propose([], ms, ending=answer.then)
         else:
@@ -248,6 +249,11 @@ class ScriptedEngine:
     def _memory(self, message: Measure) -> Memory:
         taken = WEIGHTS_BYTES + self._described.window * KV_BYTES_PER_ROW
         return Memory(message.epoch, message.run, taken, taken, taken, message.rows * KV_BYTES_PER_ROW)
+
+
+def _certain(ids: list[int], alternatives: int) -> list[TokenLogprob]:
+    """A script is sure of its tokens: each has all of the probability, and there is no alternative but itself."""
+    return [TokenLogprob(0.0, [i][:alternatives], [0.0][:alternatives]) for i in ids] if alternatives >= 0 else []
 
 
 class Clocked:

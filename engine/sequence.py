@@ -20,7 +20,7 @@ from collections.abc import Sequence as Items
 from enum import Enum
 
 from engine.failpoints import Failpoints
-from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Seen, Start, Tokens
+from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Seen, Start, TokenLogprob, Tokens
 from engine.sampling import Adjustments
 
 
@@ -48,6 +48,7 @@ class Sequence:
         self._stop_ids = frozenset(start.stop_ids)
         self._round: list[int] | None = None  # computed, not committed
         self._round_ms = 0.0
+        self._round_logprobs: list[TokenLogprob] = []
         self._ending = ""  # the reason it ends with once that round is committed
         self._cancel: Cancel | None = None
         self._over = False
@@ -82,11 +83,11 @@ class Sequence:
         self.prefill_ms += ms
         return Chunk(self.start.epoch, self.start.run, stop, self.prompt, ms)
 
-    def propose(self, ids: Items[int], ms: float, ending: str = "") -> None:
+    def propose(self, ids: Items[int], ms: float, ending: str = "", logprobs: Items[TokenLogprob] = ()) -> None:
         """The next round was computed, which made the rows of all committed tokens resident.
 
         It is cut at the limit or at a stop id past ``min_tokens``. ``ending``: end after it for that reason (a
-        script's end).
+        script's end). ``logprobs``, where asked for: one a token.
         """
         self.rows = self.prompt + len(self.answer)
         self.decode_ms += ms
@@ -96,6 +97,7 @@ class Sequence:
                 self._ending = "stop"
                 break
             self._round.append(token)
+        self._round_logprobs = list(logprobs[: len(self._round)])
 
     def seen(self, n: int) -> None:
         """The text of the first ``n`` answer tokens was judged."""
@@ -133,7 +135,7 @@ class Sequence:
         self.adjustments.count(ids)
         said: list[FromEngine] = []
         if ids:
-            said.append(Tokens(self.start.epoch, self.start.run, first, ids, self._round_ms))
+            said.append(Tokens(self.start.epoch, self.start.run, first, ids, self._round_ms, self._round_logprobs))
         if not self._ending and len(self.answer) >= self.limit:
             self._ending = "length"
         if self._ending:

@@ -22,6 +22,7 @@ import torch
 from engine import memory, sampling
 from engine.failpoints import EXIT_CODE, FailpointFault, Failpoints
 from engine.load import Line, Loaded, LoadFailed, load, stand_still
+from engine.logprobs import token_logprob
 from engine.models import registry
 from engine.pipe import complain, open_pipe
 from engine.protocol import Config, FromEngine, Measure, Memory, Stop, ToEngine
@@ -98,16 +99,14 @@ class Engine:
         self._line.post(run.read(stop, _ms_since(began)))
         if run.step is Step.ROUND and run.limit > 0:
             began = time.perf_counter()
-            token = self._choose(run, logits)
-            run.propose([token], _ms_since(began))
+            self._propose(run, logits, began)
 
     def _round(self, slot: int, run: Sequence) -> None:
         """The next token, one step past the last committed one."""
         began = time.perf_counter()
         logits = self._forward(slot, run.answer[-1:], run.prompt + len(run.answer) - 1, self._threads.count)
         self._threads.took(time.perf_counter() - began)
-        token = self._choose(run, logits)
-        run.propose([token], _ms_since(began))
+        self._propose(run, logits, began)
 
     def _forward(self, slot: int, tokens: list[int], start: int, threads: int) -> sampling.Logits:
         """Float32 logits ``[vocab]`` of the last of ``tokens``, on the host: copying them waits for the device."""
@@ -119,11 +118,15 @@ class Engine:
         logits: sampling.Logits = loaded.model.forward(rows, loaded.caches[slot], start)[-1].float().cpu().numpy()
         return logits
 
-    def _choose(self, run: Sequence, logits: sampling.Logits) -> int:
-        position = len(run.answer)
+    def _propose(self, run: Sequence, raw: sampling.Logits, began: float) -> None:
+        """The token the logits choose, with its log-probability where the run asks for that, as the next round."""
+        start, position = run.start, len(run.answer)
         self._suffer(self._failpoints.harm("token", [position + 1]))
-        logits = run.adjustments.apply(logits, position)
-        return sampling.choose(logits, run.start.sampling, run.start.choice, position)
+        adjusted = run.adjustments.apply(raw, position)
+        token = sampling.choose(adjusted, start.sampling, start.choice, position)
+        asked = start.logprobs >= 0
+        logprobs = [token_logprob(raw, adjusted, token, start.logprobs)] if asked else []
+        run.propose([token], _ms_since(began), logprobs=logprobs)
 
     def _measure(self, message: Measure) -> Memory:
         """Read the memory. The workspace is that of the last step of a prefill of so many rows, which takes most."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from pipeline.outbox import Outbox
+from pipeline.outbox import Outbox, Text
 
 if TYPE_CHECKING:
     from engine.protocol import Sampling
     from stages.judge import Ending, Judged
+    from stages.logprobs import Entry, Logprobs
     from stages.text import TextStage
 
 
@@ -29,7 +30,9 @@ class Call:
         self.sampling: Sampling | None = None
         self.ending: Ending | None = None
         self.text: TextStage | None = None
-        self._pieces: dict[int, list[str]] = {}
+        self.alternatives = -1  # that each token's log-probability comes with; -1: none is wanted
+        self.logprobs: Logprobs | None = None
+        self._pieces: dict[int, Text] = {}
         self._handles = 0
         self.message, self.param = "", None  # type: tuple[str, str | None]
         self._verdict: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -49,14 +52,14 @@ class Call:
         if self.work is not None:
             self.work.cancel()
 
-    def keep(self, parts: list[str]) -> int:
+    def keep(self, parts: list[str], logprobs: list[list[Entry]]) -> int:
         """Hold a piece of text until the core says to send it; its handle. Of nothing only the number is kept."""
         handle, self._handles = self._handles, self._handles + 1
         if parts:
-            self._pieces[handle] = parts
+            self._pieces[handle] = Text(parts, logprobs)
         return handle
 
-    def release(self, handle: int) -> list[str]:
+    def release(self, handle: int) -> Text:
         """The piece behind a handle, held no longer."""
         return self._pieces.pop(handle)
 

@@ -11,6 +11,7 @@ import asyncio
 import msgspec
 
 from pipeline.effects import Finish
+from stages.logprobs import Entry
 
 LIMIT = 4 << 20
 """Bytes of text that may be pending for one client."""
@@ -24,9 +25,16 @@ BLOCK = 16 << 10
 
 
 class Text(msgspec.Struct):
-    """Answer text, one string a token."""
+    """Answer text, one string a token. ``logprobs``, where asked for: those that go with each piece."""
 
     pieces: list[str]
+    logprobs: list[list[Entry]] = []
+
+    @property
+    def size(self) -> int:
+        """About its bytes."""
+        text = sum(len(piece.encode()) for piece in self.pieces)
+        return text + sum(entry.size for entries in self.logprobs for entry in entries)
 
 
 class Comment(msgspec.Struct):
@@ -36,11 +44,15 @@ class Comment(msgspec.Struct):
 
 
 class End(msgspec.Struct):
-    """The last item. ``message`` and ``param`` go into the error object when ``figures.code`` is set."""
+    """The last item. ``message`` and ``param`` go into the error object when ``figures.code`` is set.
+
+    ``logprobs``: those that went with no piece of text.
+    """
 
     figures: Finish
     message: str = ""
     param: str | None = None
+    logprobs: list[Entry] = []
 
 
 Item = Text | Comment | End
@@ -61,7 +73,7 @@ class Outbox:
         if isinstance(item, Comment) and self.pending:
             return True
         if isinstance(item, Text):
-            size = sum(len(piece.encode()) for piece in item.pieces)
+            size = item.size
             if self.pending + size > self.limit or self.stalled(now):
                 return False
             if self.blocked_since is None:
@@ -69,19 +81,24 @@ class Outbox:
             self.pending += size
             last = self._items[-1] if self._items else None
             if self.pending > MERGE and isinstance(last, Text):
-                self._merge(last.pieces, "".join(item.pieces))
+                self._merge(last, item)
                 return True
         self._items.append(item)
         self._news.set()
         return True
 
     @staticmethod
-    def _merge(pieces: list[str], text: str) -> None:
+    def _merge(last: Text, item: Text) -> None:
         """Append to the last piece while it is small: copying stays linear, a million tokens stay few objects."""
-        if len(pieces[-1]) < BLOCK:
-            pieces[-1] += text
+        text, entries = "".join(item.pieces), [entry for group in item.logprobs for entry in group]
+        if len(last.pieces[-1]) < BLOCK:
+            last.pieces[-1] += text
+            if last.logprobs:
+                last.logprobs[-1] += entries
         else:
-            pieces.append(text)
+            last.pieces.append(text)
+            if last.logprobs:
+                last.logprobs.append(entries)
 
     def stalled(self, now: float) -> bool:
         """Whether text has been pending for ``STALL_S`` without the reader coming back."""

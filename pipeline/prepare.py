@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from engine.protocol import Described
 from pipeline import events as ev
 from pipeline.call import Call
-from stages.judge import Rules, ending, judge, sampling
+from stages.judge import Rules, ending, judge, logprobs, sampling
+from stages.logprobs import Logprobs
 from stages.prompt import Renderer
 from stages.refusal import Refusal, masked
 from stages.text import TextStage
@@ -45,6 +46,8 @@ class Preparation:
         call.sampling = sampling(call.judged.request, call.seed)
         call.ending = ending(call.judged.request)
         call.text = TextStage(renderer.pieces, call.judged.stops)
+        call.alternatives = logprobs(call.judged.request)
+        call.logprobs = Logprobs(renderer.pieces) if call.alternatives >= 0 else None
         call.judged = None  # a body may be large: nobody reads it again
         if isinstance(prompt, Refusal):
             return ev.Prepared(call.request, 0, *_refused(call, prompt))

@@ -29,7 +29,7 @@ from pipeline.call import Call
 from pipeline.core import Core
 from pipeline.engine_life import UNUSABLE
 from pipeline.faults import told, unhandled
-from pipeline.outbox import Comment, End, Text
+from pipeline.outbox import Comment, End
 from pipeline.prepare import Preparation
 from pipeline.settings import Settings, failpoints, policy
 from pipeline.trace import Header, Recorder
@@ -269,6 +269,7 @@ class Runner:
             wire.Start(
                 effect.epoch, effect.run, effect.slot, call.tokens, call.sampling, effect.max_tokens,
                 call.ending.all_ids(self.described.end_ids), min_tokens=call.ending.min_tokens,
+                logprobs=call.alternatives,
             )
         )  # fmt: skip
 
@@ -342,10 +343,11 @@ class Runner:
             self._recorder.text({"run": message.run, "ids": message.ids})
         try:
             piece = call.text.push(message.ids)
+            entries = call.logprobs.add(message.ids, message.logprobs, piece) if call.logprobs else []
         except Exception as error:
             self.fault(call, "text", type(error).__name__)
             return
-        handle = call.keep(piece.parts)
+        handle = call.keep(piece.parts, entries)
         self.post(
             ev.Progress(
                 call.request, message.epoch, message.run, piece.n, handle, piece.characters, piece.stopped, piece.keep,
@@ -359,7 +361,7 @@ class Runner:
         if call is not None and call.text is not None and message.reason in ("stop", "length"):
             piece = call.text.finish()
             n, characters = piece.n, piece.characters
-            handle = call.keep(piece.parts)
+            handle = call.keep(piece.parts, call.logprobs.add([], [], piece) if call.logprobs else [])
         self.post(
             ev.RunEnded(message.epoch, message.run, message.reason, message.kept, n, handle, characters, message.why)
         )
@@ -368,7 +370,7 @@ class Runner:
 
     def _send(self, effect: do.Send) -> None:
         call = self._calls[effect.request]
-        if not call.outbox.put(Text(call.release(effect.handle)), self.now()):
+        if not call.outbox.put(call.release(effect.handle), self.now()):
             self._stalled(call)
 
     def _stalled(self, call: Call) -> None:
@@ -386,7 +388,8 @@ class Runner:
                 f"The prompt has {effect.prompt_tokens} tokens and the model's window is {self.window}; at least one "
                 "must be left for the answer. Shorten the prompt."
             )
-        call.outbox.put(End(effect, call.message, call.param), self.now())
+        rest = call.logprobs.rest() if call.logprobs else []
+        call.outbox.put(End(effect, call.message, call.param, rest), self.now())
         call.over()
 
     def _forget(self, effect: do.Forget) -> None:

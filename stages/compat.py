@@ -64,7 +64,7 @@ COMMON: dict[str, Answer] = {
     "repetition_penalty": EXTENSION,
     "no_repeat_ngram_size": _later("A4", 0),
     "logit_bias": HONOURED,
-    "logprobs": _later("F7", False),
+    "logprobs": HONOURED,
     "response_format": _later("E1"),
     "structured_outputs": _later("E1", {}),
     "guided_json": _later("E1"),
@@ -85,7 +85,7 @@ FIELDS: dict[str, dict[str, Answer]] = {
         "messages": HONOURED,
         "modalities": HONOURED,
         **COMMON,
-        "top_logprobs": _later("F7", 0),
+        "top_logprobs": HONOURED,
         "tools": _later("D1", []),
         "tool_choice": _later("D5", "none", "auto"),
         "parallel_tool_calls": _later("D6", True, False),  # of tools only, which are refused themselves

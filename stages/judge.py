@@ -87,6 +87,14 @@ def ending(request: Request) -> Ending:
     return Ending(bool(request.ignore_eos), ids, min(request.min_tokens or 0, LARGEST))
 
 
+def logprobs(request: Request) -> int:
+    """How many alternatives each token's log-probability is to come with; -1: none is wanted (row F7)."""
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else -1
+    asked = request.logprobs
+    return -1 if asked is None or isinstance(asked, bool) else asked
+
+
 def max_tokens(request: Request) -> int:
     """The output limit the client asked for, 0 when it asked for none; ``max_completion_tokens`` wins."""
     asked = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

@@ -100,7 +100,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
 
     # of the design, not built yet: compat lets neutral values through
     no_repeat_ngram_size: Any = None
-    logprobs: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -138,7 +137,8 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     parallel_tool_calls: Any = None
-    top_logprobs: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     audio: Any = None
     functions: Any = None
@@ -152,6 +152,7 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     """``POST /v1/completions``. ``prompt`` is a text, token ids, or a list of either."""
 
     prompt: str | list[str | int | list[int]]
+    logprobs: int | bool | None = None  # false, chat's word for none, asks for none here too
 
     suffix: Any = None
     echo: Any = None

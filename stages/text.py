@@ -26,12 +26,19 @@ class Piece(msgspec.Struct, frozen=True):
 
     ``stopped``: a stop string is complete; ``n`` then counts the tokens through the one that completed it and ``keep``
     those that lie wholly before it (0 otherwise).
+
+    For what is told of single tokens: ``through``, by part: the answer tokens that lie wholly in the text sent with it;
+    ``shown``: the same count after the last part (at the end without a stop all: nothing of them is to come);
+    ``starts``: by token judged in this push, the characters in front of it.
     """
 
     parts: list[str]
     n: int
     stopped: bool = False
     keep: int = 0
+    through: list[int] = []
+    shown: int = 0
+    starts: list[int] = []
 
     @property
     def characters(self) -> int:
@@ -77,28 +84,41 @@ class TextStage:
         self._held = ""
         self._sent = 0  # characters let go
         self._ends: list[int] = []  # by token: the characters its bytes, and all before it, reach into
+        self._shown = 0  # tokens wholly in what was let go
+        self._starts: list[int] = []  # by token of this push: characters in front of it
         self._open = 0  # the last tokens whose bytes end inside a character
         self._stopped = False
         self._keep = 0
 
     def push(self, ids: list[int]) -> Piece:
         """Judge the next answer tokens. After a stop nothing more is judged."""
-        parts = []
+        parts, through = [], []
+        self._starts = []
         for token in ids:
             if self._stopped:
                 break
             part = self._token(self._pieces[token] if 0 <= token < len(self._pieces) else b"")
             if part:
                 parts.append(part)
-        return self._piece(parts)
+                through.append(self._show())
+        return self._piece(parts, through)
 
     def finish(self) -> Piece:
         """No token follows: what was held is text after all, and a character still open is none."""
         part = self._release(len(self._held))
-        return self._piece([part] if part else [])
+        self._starts = []
+        if not self._stopped:
+            self._shown = len(self._ends)
+        return self._piece([part], [self._shown]) if part else self._piece([], [])
 
-    def _piece(self, parts: list[str]) -> Piece:
-        return Piece(parts, len(self._ends), self._stopped, self._keep)
+    def _piece(self, parts: list[str], through: list[int]) -> Piece:
+        return Piece(parts, len(self._ends), self._stopped, self._keep, through, self._show(), self._starts)
+
+    def _show(self) -> int:
+        """Count on over the tokens that lie wholly in what was let go. A stop's ``keep`` is the last such count."""
+        while self._shown < len(self._ends) and self._ends[self._shown] <= self._sent:
+            self._shown += 1
+        return self._shown
 
     def _token(self, data: bytes) -> str:
         text = self._decode(data)
@@ -126,6 +146,7 @@ class TextStage:
         text = self._utf8.decode(data)
         after, _ = self._utf8.getstate()
         at = self._sent + len(self._held)
+        self._starts.append(at)
         whole = before + data
         if before and after != whole:  # the open character is complete, or its bytes were dropped
             if not (text and whole.startswith(text[0].encode())):

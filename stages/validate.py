@@ -18,6 +18,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SYSTEM = ("system", "developer")
 MAX_STOPS = 16
 MAX_CHOICES = 16
+CHAT_LOGPROBS = (0, 20)
+COMPLETION_LOGPROBS = (0, 5)
 PENALTIES = (-2, 2)
 BIASES = (-100, 100)
 SEEDS = (-(1 << 63), (1 << 63) - 1)
@@ -41,6 +43,7 @@ def validate(request: Request, rules: Rules) -> Refusal | None:
         or _limits(request)
         or _ranges(request)
         or _stop(request.stop)
+        or _logprobs(request)
     )
 
 
@@ -207,6 +210,17 @@ def _within(name: str, value: float | None, low: int, high: int) -> Refusal | No
     if value is None or low <= value <= high:
         return None
     return refuse("invalid_value", name, f"{name} must be between {low} and {high}.")
+
+
+def _logprobs(request: Request) -> Refusal | None:
+    """Chat: a switch and a count, which needs the switch; a count of 0 asks for nothing. Completions: a count."""
+    if isinstance(request, CompletionRequest):
+        if request.logprobs is True:
+            return refuse("invalid_type", "logprobs", "logprobs must be an integer: how many alternatives to list.")
+        return _within("logprobs", request.logprobs or 0, *COMPLETION_LOGPROBS)
+    if request.top_logprobs and not request.logprobs:
+        return refuse("invalid_value", "top_logprobs", "top_logprobs needs logprobs: set logprobs to true.")
+    return _within("top_logprobs", request.top_logprobs, *CHAT_LOGPROBS)
 
 
 def _top_k(value: int | None) -> Refusal | None:

@@ -30,6 +30,7 @@ class FakeCall:
         self.outbox = Outbox()
         self.task: asyncio.Task[Any] | None = None
         self.wanted = True
+        self.alternatives = -1
 
     async def wants_body(self) -> bool:
         return self.wanted

@@ -108,8 +108,6 @@ def test_counts_as_absent():
 
 LATER = [
     ("no_repeat_ngram_size", 3, [0]),
-    ("logprobs", True, [False]),
-    ("top_logprobs", 2, [0]),
     ("n", 2, [1]),
     ("tools", TOOLS, [[]]),
     ("response_format", {"type": "json_object"}, [{"type": "text"}]),
@@ -139,11 +137,16 @@ def test_sampling_fields_are_served(route):
     assert verdict(route, **asked, ignore_eos=True, min_tokens=1, stop_token_ids=[1]) is None
 
 
+def test_logprobs_are_served():
+    """F7: both routes' own shapes of the wish (A1 too)."""
+    assert verdict(logprobs=True, top_logprobs=20) is None
+    assert verdict("completions", logprobs=5) is None
+
+
 def test_false_is_not_zero():
     """A6: neutral means the same JSON value."""
     assert verdict(no_repeat_ngram_size=False).param == "no_repeat_ngram_size"
-    assert verdict(logprobs=0).param == "logprobs"
-    assert verdict("completions", logprobs=0).param == "logprobs"
+    assert verdict(parallel_tool_calls=0).param == "parallel_tool_calls"
 
 
 def test_tools_with_choice_none():

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import Sampling, Start, encoder
-from stages.judge import LARGEST, Ending, ending, judge, sampling
+from stages.judge import LARGEST, Ending, ending, judge, logprobs, sampling
 from stages.schema import decode
 from stages.validate import Rules
 from tests.captures import captured
@@ -99,6 +99,21 @@ def test_ending():
     assert ends(stop_token_ids=[9, 7, 9]).all_ids([2, 7]) == [2, 7, 9]
     assert ends(stop_token_ids=[9], ignore_eos=True).all_ids([2, 7]) == [9]
     assert (ends(min_tokens=5).min_tokens, ends(min_tokens=10**30).min_tokens) == (5, LARGEST)
+
+
+def test_logprobs():
+    """F7: how many alternatives a request wants, -1 for none of it."""
+    for route, fields, expected in (
+        ("chat", {}, -1),
+        ("chat", {"logprobs": False, "top_logprobs": 0}, -1),
+        ("chat", {"logprobs": True}, 0),
+        ("chat", {"logprobs": True, "top_logprobs": 7}, 7),
+        ("completions", {"logprobs": False}, -1),
+        ("completions", {}, -1),
+        ("completions", {"logprobs": 0}, 0),
+        ("completions", {"logprobs": 5}, 5),
+    ):
+        assert logprobs(decode(route, body(**fields))) == expected
 
 
 def test_greedy():

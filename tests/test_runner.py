@@ -17,7 +17,7 @@ from pipeline import prepare
 from pipeline import runner as module
 from pipeline.call import Call
 from pipeline.faults import unhandled
-from pipeline.outbox import End
+from pipeline.outbox import End, Text
 from pipeline.runner import Runner
 from pipeline.settings import Settings
 from tests.world import DESCRIBED
@@ -159,9 +159,9 @@ def test_a_piece_is_held_until_it_is_sent() -> None:
 
     async def test(runner: Runner) -> None:
         call = runner.receive("chat", 0)
-        assert [call.keep(["a"]), call.keep([]), call.keep(["b", "c"])] == [0, 1, 2]
-        assert call.release(2) == ["b", "c"]
-        assert call.release(0) == ["a"]
+        assert [call.keep(["a"], []), call.keep([], []), call.keep(["b", "c"], [])] == [0, 1, 2]
+        assert call.release(2) == Text(["b", "c"])
+        assert call.release(0) == Text(["a"])
         assert not call._pieces
 
     run(test)

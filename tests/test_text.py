@@ -117,7 +117,7 @@ def test_after_a_stop():
     stage = TextStage([b"a", b"X", b"b"], ["X"])
     first = stage.push([0, 1, 2])
     assert (first.parts, first.n, first.stopped, first.keep) == (["a"], 2, True, 1)
-    assert stage.push([2]) == stage.finish() == type(first)([], 2, True, 1)
+    assert stage.push([2]) == stage.finish() == type(first)([], 2, True, 1, shown=1)
 
 
 def test_keep_at_a_split_character():

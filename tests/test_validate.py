@@ -127,6 +127,22 @@ def test_ranges(name, good, bad):
             assert judged(route, **{name: value}) == invalid(name), value
 
 
+def test_logprobs():
+    """A6a: F7's counts; a count without chat's switch is told, 0 asks for nothing."""
+    for count in (0, 1, 20):
+        assert judged(logprobs=True, top_logprobs=count) is None
+    assert judged(logprobs=False, top_logprobs=0) is None
+    assert judged(top_logprobs=1) == judged(logprobs=False, top_logprobs=1) == invalid("top_logprobs")
+    for count in (21, -1):
+        assert judged(logprobs=True, top_logprobs=count) == invalid("top_logprobs")
+    for count in (None, False, 0, 5):
+        assert judged("completions", logprobs=count) is None
+    for count in (6, -1):
+        assert judged("completions", logprobs=count) == invalid("logprobs")
+    assert judged("completions", logprobs=True) == ("invalid_type", "logprobs")
+    assert isinstance(decode("chat", json.dumps({"messages": [USER], "logprobs": 1}).encode()), Refusal)
+
+
 def test_both_limits():
     """A6a: each limit is held to its range, whichever wins."""
     assert judged(max_tokens=0, max_completion_tokens=5) == invalid("max_tokens")

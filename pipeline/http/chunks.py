@@ -14,6 +14,7 @@ import msgspec
 from pipeline.effects import Finish
 from pipeline.outbox import Comment, End, Item, Text
 from pipeline.outcomes import error_object
+from stages.logprobs import Entry, shaped
 from stages.usage import timings, usage
 
 encode = msgspec.json.Encoder().encode
@@ -92,20 +93,21 @@ class Stream:
 
     def _lines(self, item: Item) -> Iterator[bytes]:
         match item:
-            case Text(pieces):
-                yield from (self._piece(piece) for piece in pieces if piece)
+            case Text(pieces, logprobs):
+                each = logprobs or [[]] * len(pieces)
+                yield from (self._piece(piece, entries) for piece, entries in zip(pieces, each, strict=True) if piece)
             case Comment(text):
                 yield b": " + " ".join(text.split()).encode() + b"\n\n"
             case End():
                 self.over = True
                 yield from self._end(item)
 
-    def _piece(self, text: str) -> bytes:
-        if self._begun:
+    def _piece(self, text: str, entries: list[Entry]) -> bytes:
+        if self._begun and not entries:
             return self._before + encode(text) + self._after
+        role = {"role": "assistant"} if self._route == "chat" and not self._begun else {}
         self._begun = True
-        role = {"role": "assistant"} if self._route == "chat" else {}
-        return self._chunk(self._content(text, role), None)
+        return self._chunk(self._content(text, role), None, entries=entries)
 
     def _end(self, end: End, counted: bool = True) -> Iterator[bytes]:
         word, extra = finish_words(end, self._words)
@@ -114,7 +116,7 @@ class Stream:
         last = self._content("", {"role": "assistant"} if self._route == "chat" else {})
         if self._begun and self._route == "chat":
             last = {"delta": {}}
-        yield self._chunk(last, word, extra)
+        yield self._chunk(last, word, extra, end.logprobs)
         if self._own_chunk and counted:
             yield b"data: " + encode({**self._top, "choices": [], **figures(end.figures)}) + b"\n\n"
         yield DONE
@@ -124,15 +126,22 @@ class Stream:
             return {"delta": {**(role or {}), "content": text}}
         return {"text": text}
 
-    def _chunk(self, content: dict[str, Any], finish: str | None, extra: dict[str, Any] | None = None) -> bytes:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": finish}
+    def _chunk(
+        self, content: dict[str, Any], finish: str | None, extra: dict[str, Any] | None = None,
+        entries: list[Entry] | None = None,
+    ) -> bytes:  # fmt: skip
+        logprobs = shaped(self._route, entries) if entries else None
+        choice = {"index": 0, **content, "logprobs": logprobs, "finish_reason": finish}
         null = {"usage": None} if self._own_chunk else {}
         return b"data: " + encode({**self._top, "choices": [choice], **null, **(extra or {})}) + b"\n\n"
 
 
-def whole(*, route: str, name: str, created: int, model: str, text: str, end: End, words: str) -> dict[str, Any]:
-    """The answer to a request without a stream."""
+def whole(
+    *, route: str, name: str, created: int, model: str, text: str, logprobs: list[Entry] | None, end: End, words: str
+) -> dict[str, Any]:
+    """The answer to a request without a stream. ``logprobs``: those of its text, None where not asked for."""
     word, error = finish_words(end, words)
+    told = None if logprobs is None else shaped(route, [*logprobs, *end.logprobs])
     content: dict[str, Any] = {"text": text}
     if route == "chat":
         content = {"message": {"role": "assistant", "content": text, "refusal": None}}
@@ -141,7 +150,7 @@ def whole(*, route: str, name: str, created: int, model: str, text: str, end: En
         "object": OBJECTS[route][1],
         "created": created,
         "model": model,
-        "choices": [{"index": 0, **content, "logprobs": None, "finish_reason": word}],
+        "choices": [{"index": 0, **content, "logprobs": told, "finish_reason": word}],
         **figures(end.figures),
         **error,
     }

@@ -31,6 +31,10 @@ class Call(Protocol):
         """Unix time in seconds."""
 
     @property
+    def alternatives(self) -> int:
+        """That each token's log-probability comes with; -1: none is wanted."""
+
+    @property
     def route(self) -> str:
         """``chat`` or ``completions``."""
 

@@ -120,24 +120,27 @@ class Exchange:
 
     async def _whole(self, items: list[Item]) -> Response:
         """Everything, once its end is there. Lines for waiting clients have no place here."""
-        call, text = self._call, []
+        call = self._call
+        text = Text([])
         while True:
             for item in items:
                 if isinstance(item, Text):
-                    text += item.pieces
+                    text.pieces += item.pieces
+                    text.logprobs += item.logprobs
                 elif isinstance(item, End):
-                    return self._as_whole("".join(text), item)
+                    return self._as_whole(text, item)
             items = await call.outbox.take()
 
-    def _as_whole(self, text: str, end: End) -> Response:
+    def _as_whole(self, text: Text, end: End) -> Response:
         if _has_status(end.figures):
             return self._refused(end)
         self._over = True
         call, runner = self._call, self._runner
+        logprobs = [entry for entries in text.logprobs for entry in entries] if call.alternatives >= 0 else None
         return as_json(
             whole(
-                route=call.route, name=call.name, created=call.created, model=runner.model, text=text, end=end,
-                words=runner.settings.finish_words,
+                route=call.route, name=call.name, created=call.created, model=runner.model, text="".join(text.pieces),
+                logprobs=logprobs, end=end, words=runner.settings.finish_words,
             )
         )  # fmt: skip
 

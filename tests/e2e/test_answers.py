@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -118,6 +119,30 @@ def test_what_changes_logits_and_ends_answers(client: OpenAI) -> None:
     assert (caught.value.code, caught.value.param) == ("invalid_value", "logit_bias.49152")
 
 
+def test_logprobs(client: OpenAI) -> None:
+    """F7: greedy, each chosen token is the likeliest; streamed and whole, chat and completion, tell the same."""
+    wish = {"temperature": 0, "max_tokens": 12, "logprobs": True, "top_logprobs": 3}
+    [choice] = ask(client, **wish).choices
+    told = choice.logprobs.content
+    assert "".join(one.token for one in told) == choice.message.content
+    for one in told:
+        assert (one.token, one.logprob) == (one.top_logprobs[0].token, one.top_logprobs[0].logprob)
+        assert bytes(one.bytes).decode() == one.token and len(one.top_logprobs) == 3
+        assert sum(math.exp(other.logprob) for other in one.top_logprobs) <= 1 + 1e-5
+    chunks = [chunk.choices[0] for chunk in ask(client, stream=True, **wish)]
+    assert [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == told
+    assert all(chunk.delta.content == "".join(o.token for o in chunk.logprobs.content) for chunk in chunks[:-1])
+    plain = client.completions.create(model="m", prompt="Once upon a", max_tokens=6, temperature=0, logprobs=2)
+    values, text = plain.choices[0].logprobs, plain.choices[0].text
+    assert values is not None and values.tokens and values.text_offset and values.top_logprobs
+    assert "".join(values.tokens) == text
+    ends = [*values.text_offset[1:], len(text)]
+    assert [text[a:b] for a, b in zip(values.text_offset, ends, strict=True)] == values.tokens
+    assert all(
+        max(top, key=top.__getitem__) == token for top, token in zip(values.top_logprobs, values.tokens, strict=True)
+    )
+
+
 def test_eight_clients_at_once(client: OpenAI) -> None:
     """I7, R1: eight at once are all answered, each with what it gets alone."""
     texts = [f"Name the number {n} in words." for n in range(8)]
@@ -139,7 +164,7 @@ def test_eight_clients_at_once(client: OpenAI) -> None:
         ({"temperature": "hot"}, "invalid_type", "temperature"),
         ({"temperature": 3}, "invalid_value", "temperature"),
         ({"functions": [{"name": "f"}]}, "unsupported_parameter", "functions"),
-        ({"logprobs": True}, "unsupported_parameter", "logprobs"),
+        ({"top_logprobs": 2}, "invalid_value", "top_logprobs"),
     ],
 )
 def test_a_bad_request_names_its_field(client: OpenAI, fields: dict[str, object], code: str, param: str) -> None:
