@@ -1,5 +1,6 @@
 import json
 import random
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -227,7 +228,9 @@ pieces_of_values = [
 pieces_of_values += ["<![CDATA[", "\n", " ", "<", "a", '"', "\\", "é", "😀", "```\n", '{"name": "read", "arguments": ']
 pieces_of_values += ["\r\n", "</param"]
 hazards = st.sampled_from(pieces_of_values)
-values = st.lists(hazards, max_size=8).map("".join)
+# A value that spells the end of a call and the begin of the next one reads, in the lenient form, as just that (D1).
+END_AND_BEGIN = re.compile(r"</tool_call>\s*<tool_call>")
+values = st.lists(hazards, max_size=8).map("".join).filter(lambda value: not END_AND_BEGIN.search(value))
 numbers = st.integers(-(10**20), 10**20)
 anything = st.recursive(
     st.none() | st.booleans() | numbers | st.text(max_size=5),
