@@ -173,7 +173,6 @@ class Core(EngineLife):
             self._leave_slot(request, now, event.keep)
             self._fire(request, Trigger.end, now)
         else:
-            self.memory.slots[request.slot].acknowledged = event.n
             self._effects.append(do.Acknowledge(event.epoch, event.run, event.n))
 
     def _first_token(self, request: Request, now: float) -> None:

@@ -79,7 +79,6 @@ class Slot(msgspec.Struct, kw_only=True):
     request: int = -1
     run: int = -1
     started: bool = False
-    acknowledged: int = 0
 
 
 class Engine(msgspec.Struct, kw_only=True):

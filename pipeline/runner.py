@@ -46,7 +46,6 @@ class Runner:
         self.core = Core(policy(settings))
         self.exiting = asyncio.Event()
         self.exit_status = 0
-        self.version = 0
         self.described: wire.Described | None = None
         self.loaded: wire.Ready | None = None
         self.lag_ms = 0.0
@@ -113,7 +112,6 @@ class Runner:
         now = self.now()
         effects = self.core.handle(event, now)
         steps = self.core.take_steps()
-        self.version += 1
         if self._recorder is not None:
             self._recorder.event(event, now, steps)
             if self._recorder.wants_rotation():

@@ -41,7 +41,7 @@ class Waiting(Firing):
         memory, policy = self.memory, self.policy
         memory.queue.remove(request.id)
         slot = next(s for s in memory.slots if s.state is SlotState.free)
-        slot.request, slot.run, slot.started, slot.acknowledged = request.id, memory.next_run, False, 0
+        slot.request, slot.run, slot.started = request.id, memory.next_run, False
         request.served_by = slot.id
         request.slot, request.run, memory.next_run = slot.id, memory.next_run, memory.next_run + 1
         request.admitted_at = now
