@@ -20,7 +20,9 @@ from torch import Tensor
 
 from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
+from engine.grammar import Masks
 from engine.models.registry import Model
+from engine.pieces import Vocabulary, vocabulary
 from engine.pipe import complain
 from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine
 from engine.steps import CHECK_ROWS, Steps, measured
@@ -67,9 +69,11 @@ class Loaded:
     device: str
     one_s: float
     ready: Ready
+    vocabulary: Vocabulary
+    masks: Masks
 
 
-def describe(config: Config, checkpoint: Checkpoint, engine: str, window: int) -> Described:
+def describe(config: Config, checkpoint: Checkpoint, engine: str, window: int, pieces: list[bytes]) -> Described:
     """What the checkpoint says of itself, with the window this engine gives it."""
     return Described(
         epoch=config.epoch,
@@ -84,6 +88,7 @@ def describe(config: Config, checkpoint: Checkpoint, engine: str, window: int) -
         bos_id=checkpoint.bos_id,
         window=window,
         vocab=checkpoint.config.vocab,
+        pieces=pieces,
     )
 
 
@@ -100,7 +105,8 @@ def load(
     torch.set_num_threads(threads)
     native = checkpoint.config.window
     _refuse_bad(config, native)
-    line.post(describe(config, checkpoint, "torch", config.max_len or native))
+    known = vocabulary(checkpoint.tokenizer_json, checkpoint.config.vocab)
+    line.post(describe(config, checkpoint, "torch", config.max_len or native, known.pieces))
     _fail_here(failpoints, line)
     progress = throttled(config.epoch, line.post, time.monotonic)
     progress("weights", 0, checkpoint.file_bytes)
@@ -109,7 +115,7 @@ def load(
     )
     window = _window(config, native, model, device)
     if window != (config.max_len or native):
-        line.post(describe(config, checkpoint, "torch", window))
+        line.post(describe(config, checkpoint, "torch", window, known.pieces))
     caches = _allocate(config, model, window)
     bench = Bench(model, caches[0], window, device, progress)
     check_ms = self_check(bench)
@@ -130,7 +136,8 @@ def load(
         device=device,
         threads=threads,
     )
-    return Loaded(model, caches, window, steps, device, one_s, ready)
+    masks = Masks(known.pieces, checkpoint.end_ids, checkpoint.config.vocab)
+    return Loaded(model, caches, window, steps, device, one_s, ready, known, masks)
 
 
 def device_for(config: Config) -> str:

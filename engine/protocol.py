@@ -35,6 +35,28 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: dict[int, float] = {}
 
 
+class Thinking(msgspec.Struct, frozen=True):
+    """How the thinking of one run is read and bounded (``engine/reasoning.py``). Counts are tokens.
+
+    ``state``: ``open``: the prompt ends inside a block; ``may``: the model may open one as its first non-blank output;
+    ``off``: nothing it writes is thinking. ``cap`` reasoning tokens, then the close is forced; -1: none. ``reserve``:
+    what of the run's limit is kept for the answer; 0: nothing, -1: min(2,048, limit / 4). ``stall``: close a block that
+    only repeats itself. ``ngram``: no n-gram of so many tokens comes twice in the thinking; 0: off.
+    """
+
+    state: str = "off"
+    cap: int = -1
+    reserve: int = 0
+    stall: bool = False
+    ngram: int = 0
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer is bound to, in llguidance's own JSON form (``engine/grammar.py``). It binds no thinking."""
+
+    text: str
+
+
 # -- to the engine -----------------------------------------------------------------------------------------------
 
 
@@ -42,7 +64,8 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     """Prefill ``tokens`` in ``slot``, then decode at most ``max_tokens``. A stop id ends the run and is not sent.
 
     No stop id is chosen before the answer has ``min_tokens`` tokens. ``logprobs``: how many alternatives each token's
-    log-probability comes with, -1: none is asked for.
+    log-probability comes with, -1: none is asked for. ``keep_end``: another choice of the same prompt follows in the
+    same slot; a ``Start`` whose tokens are those kept there begins at the prompt's end.
     """
 
     epoch: int
@@ -55,6 +78,9 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     choice: int = 0
     min_tokens: int = 0
     logprobs: int = -1
+    thinking: Thinking = Thinking()
+    grammar: Grammar | None = None
+    keep_end: bool = False
 
 
 class Seen(msgspec.Struct, tag="seen", frozen=True):
@@ -106,6 +132,7 @@ class Described(msgspec.Struct, tag="described", frozen=True):
 
     ``tokenizer`` is the JSON the ``tokenizers`` package reads, ``template`` the Jinja chat template ("" when there is
     none), ``special`` maps names a template may use (``bos_token``, ``eos_token``) to text, ``window`` is in rows.
+    ``pieces``: the bytes each token id writes, b"" for special tokens and for ids nobody named.
     """
 
     epoch: int
@@ -120,6 +147,7 @@ class Described(msgspec.Struct, tag="described", frozen=True):
     bos_id: int | None
     window: int
     vocab: int
+    pieces: list[bytes] = []
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -168,8 +196,28 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     top_logprobs: list[float]
 
 
+class Turn(msgspec.Struct, array_like=True, frozen=True):
+    """Where a thinking block begins or ends. Decided once, by the engine, on the bytes of tokens (row C6).
+
+    ``kind``: ``opened`` (the model wrote the opening tag itself) or ``closed``. ``at``: the index of the answer token
+    that completes the tag. Of the bytes that answer tokens write (``Described.pieces``), the tag is the last ``size``
+    before the last ``tail`` bytes of that token; a special token writes none, then both are 0. ``reason``, of a close:
+    ``model``, ``budget``, ``reserve`` or ``stall``. Reasoning tokens are those from ``at`` of ``opened`` (0 where the
+    prompt opened the block) through ``at`` of ``closed``, both counted.
+    """
+
+    kind: str
+    at: int
+    size: int
+    tail: int
+    reason: str = ""
+
+
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
-    """One round: ``ids`` are answer tokens ``start`` … ``start + len(ids) - 1``; ``logprobs`` one each, if asked."""
+    """One round: ``ids`` are answer tokens ``start`` … ``start + len(ids) - 1``; ``logprobs`` one each, if asked.
+
+    ``turns``: those that these tokens complete, in order.
+    """
 
     epoch: int
     run: int
@@ -177,6 +225,16 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
     ids: list[int]
     ms: float
     logprobs: list[TokenLogprob] = []
+    turns: list[Turn] = []
+
+
+class Resumed(msgspec.Struct, tag="resumed", frozen=True):
+    """The run begins with ``rows`` rows already resident. ``source``: ``end``, the kept end of the same prompt."""
+
+    epoch: int
+    run: int
+    rows: int
+    source: str
 
 
 class Ended(msgspec.Struct, tag="ended", frozen=True):
@@ -203,7 +261,7 @@ class Declined(msgspec.Struct, tag="declined", frozen=True):
     reason: str
 
 
-FromEngine = Loading | Described | Ready | Memory | Chunk | Tokens | Ended | Declined
+FromEngine = Loading | Described | Ready | Memory | Resumed | Chunk | Tokens | Ended | Declined
 
 
 class Config(msgspec.Struct, frozen=True):

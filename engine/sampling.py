@@ -30,6 +30,7 @@ _WORD = (1 << 64) - 1
 _COLDEST = 1e-30  # below it a division could leave the range of float32
 _SORTED_FIRST = (1e-2, 1e-5, 0.0)  # of the best token's weight
 _LARGEST = float(np.finfo(np.float32).max)
+_PRIME, _BASE = (1 << 61) - 1, 1_000_003_000_017  # of a hash: so many tokens' n-grams do not meet by chance
 
 
 class LogitsNotFinite(Exception):
@@ -44,7 +45,8 @@ class Adjustments:
     * then ``presence_penalty`` p and ``frequency_penalty`` f, for a token the *answer* holds c times, c above 0: the
       logit less p + f * c;
     * then ``logit_bias`` is added;
-    * then, while the answer has fewer than ``min_tokens`` tokens, stop ids are at -inf: never chosen.
+    * then, while the answer has fewer than ``min_tokens`` tokens, stop ids are at -inf: never chosen;
+    * then the ``banned`` tokens are (see ``Repeats``), unless that would leave none.
 
     Counting a token costs the same however long the answer is; applying costs one copy of the logits and work on the
     touched ids alone. A run that asks for nothing counts nothing and gets back the very array it gave.
@@ -74,13 +76,13 @@ class Adjustments:
                 place = self._seat(token)  # first: it may put a larger array in the place of this one
                 self._counts[place] += 1
 
-    def apply(self, logits: Logits, position: int) -> Logits:
+    def apply(self, logits: Logits, position: int, banned: Items[int] = ()) -> Logits:
         """The logits to choose from at ``position`` of the answer. Those given stay as they are: logprobs are of them.
 
         Raises ``LogitsNotFinite`` for what the forward pass did wrong.
         """
         masked = position < self._min_tokens and len(self._stop_ids) > 0
-        if not (self._place or len(self._bias_ids) or masked):
+        if not (self._place or len(self._bias_ids) or masked or banned):
             return logits
         highest(logits)  # before a penalty could hide what is no number
         logits = logits.copy()
@@ -89,6 +91,8 @@ class Adjustments:
         logits[self._bias_ids] += self._bias
         if masked:
             logits[self._stop_ids[self._stop_ids < len(logits)]] = -np.inf
+        if banned:
+            _ban(logits, np.array(banned, dtype=np.intp))
         return logits
 
     def _penalise(self, logits: Logits) -> None:
@@ -108,6 +112,46 @@ class Adjustments:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[place] = token
         return place
+
+
+class Repeats:
+    """Which tokens would complete an n-gram that is already there (``no_repeat_ngram_size`` n, as Hugging Face has it).
+
+    Fed with the tokens of the thinking alone. Each costs the same however long that and n are: an n-gram's first n - 1
+    tokens are known by a polynomial hash that is rolled on (Karp and Rabin, 1987).
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._tokens: list[int] = []
+        self._hash = 0  # of the last n - 1
+        self._lead = pow(_BASE, n - 2, _PRIME) if n > 1 else 0
+        self._after: dict[int, dict[int, None]] = {}  # by that hash: the tokens that followed, each once
+
+    def tell(self, token: int) -> None:
+        """The next token of the thinking."""
+        if self._n == 0:
+            return
+        tokens, size = self._tokens, self._n - 1
+        if len(tokens) >= size:
+            self._after.setdefault(self._hash, {})[token] = None
+            if size:
+                self._hash -= (tokens[-size] + 1) * self._lead
+        tokens.append(token)
+        if size:
+            self._hash = (self._hash * _BASE + token + 1) % _PRIME
+
+    def banned(self) -> list[int]:
+        """The tokens that may not come next."""
+        return list(self._after.get(self._hash, ())) if len(self._tokens) >= self._n - 1 else []
+
+
+def _ban(logits: Logits, ids: Ids) -> None:
+    ids = ids[ids < len(logits)]
+    before = logits[ids]
+    logits[ids] = -np.inf
+    if np.isneginf(logits.max()):
+        logits[ids] = before
 
 
 def highest(logits: Logits) -> int:

@@ -2,7 +2,8 @@
 
 ``ScriptedEngine`` has no thread, sleep or clock: time is an argument, so a test can run it in virtual time. The process
 (``python -m engine.scripted CONFIG_JSON``) wraps it with real time. The rules of a run are the real engine's
-(``engine/sequence.py``); only the tokens and what a step costs come from the script, a JSON file::
+(``engine/sequence.py``), the closing of its thinking too: a forced token comes before the script's next. Only the other
+tokens and what a step costs come from the script, a JSON file::
 
     {"load_ms": 0, "answers": [
         {"text": "Hello", "prefill_ms_per_row": 0.1, "decode_ms": 5, "round": 1, "then": "stop"},
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
+import numpy as np
 
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.link import Died
+from engine.pieces import vocabulary
 from engine.pipe import Pipe, complain, open_pipe
 from engine.protocol import (
     Cancel,
@@ -50,6 +53,8 @@ Timed = tuple[float, FromEngine | Died]
 SAFE_ROWS = 256
 KV_BYTES_PER_ROW = 1 << 10
 WEIGHTS_BYTES = 1 << 20
+NO_LOGITS = np.empty(0, np.float32)
+"""What is kept of a prompt's end: a script chooses its tokens without."""
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,7 +101,8 @@ class ScriptedEngine:
     def __init__(self, config: Config, described: Described, script: Script) -> None:
         self._config, self._described, self._script = config, described, script
         self._failpoints = Failpoints(config.failpoints)
-        self._slots = Slots(config.epoch, config.parallel, described.window, self._failpoints)
+        known = vocabulary(described.tokenizer, described.vocab)
+        self._slots = Slots(config.epoch, config.parallel, described.window, self._failpoints, known)
         self._safe_rows = config.safe_rows or SAFE_ROWS
         self._inbox: list[Start | Seen | Cancel | Measure] = []
         self._answers: dict[int, tuple[Sequence, Answer]] = {}  # by slot
@@ -201,8 +207,9 @@ class ScriptedEngine:
         if run.step is Step.PREFILL:
             rows = min(run.prompt - run.rows, self._safe_rows)
             return rows * answer.prefill_ms_per_row / 1000
-        tokens = len(answer.ids[len(run.answer) :][: answer.round])
-        return max(tokens, 1) * answer.decode_ms / 1000
+        if not run.answer:  # it began at a prompt's end, whose first token needs no step
+            return 0.0
+        return max(len(_next(run, answer)), 1) * answer.decode_ms / 1000
 
     def _finish(self, slot: int, run: Sequence, at: float, said: list[Timed]) -> None:
         """The step under way is over: what it said, and its round."""
@@ -223,12 +230,12 @@ class ScriptedEngine:
         if harm:
             self._suffer(harm, at, said)
         else:
-            said.append((at, run.read(stop, ms)))
+            said.append((at, run.read(stop, ms, NO_LOGITS)))
 
     def _decide(self, run: Sequence, answer: Answer, at: float, ms: float, said: list[Timed]) -> None:
         """Propose the next round; past the script's end, do what it says then."""
         first = len(run.answer)
-        ids = answer.ids[first : first + answer.round]
+        ids = _next(run, answer)
         harm = self._failpoints.harm("token", range(first + 1, first + max(len(ids), 1) + 1))
         if harm:
             self._suffer(harm, at, said)
@@ -249,6 +256,14 @@ class ScriptedEngine:
     def _memory(self, message: Measure) -> Memory:
         taken = WEIGHTS_BYTES + self._described.window * KV_BYTES_PER_ROW
         return Memory(message.epoch, message.run, taken, taken, taken, message.rows * KV_BYTES_PER_ROW)
+
+
+def _next(run: Sequence, answer: Answer) -> list[int]:
+    """The tokens of the next round. ``propose`` cuts off what comes behind a forced one: it is read again later."""
+    if run.forced is not None:
+        return [run.forced]
+    first = len(run.answer) - run.forced_tokens
+    return answer.ids[first : first + answer.round]
 
 
 def _certain(ids: list[int], alternatives: int) -> list[TokenLogprob]:
@@ -299,7 +314,8 @@ def open_script(config: Config) -> tuple[Described, Script]:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    return describe(config, checkpoint, "scripted", window), encoded(script, encode)
+    pieces = vocabulary(checkpoint.tokenizer_json, checkpoint.config.vocab).pieces
+    return describe(config, checkpoint, "scripted", window, pieces), encoded(script, encode)
 
 
 def main(arguments: list[str]) -> NoReturn:

@@ -37,7 +37,8 @@ class Engine:
 
     def __init__(self, config: Config, loaded: Loaded, line: Line, failpoints: Failpoints) -> None:
         self._epoch, self._loaded, self._line, self._failpoints = config.epoch, loaded, line, failpoints
-        self._slots = Slots(config.epoch, len(loaded.caches), loaded.window, failpoints)
+        count, known = len(loaded.caches), loaded.vocabulary
+        self._slots = Slots(config.epoch, count, loaded.window, failpoints, known, loaded.masks)
         self._threads = Threads(loaded.ready.threads, loaded.one_s)
         self._using = loaded.ready.threads
         self._waiting = True  # nothing to compute: the next safe point waits for a message
@@ -96,14 +97,18 @@ class Engine:
         self._suffer(self._failpoints.harm("chunk", [run.chunks + 1]))
         first, stop = run.chunk(self._loaded.steps.at(run.rows))
         logits = self._forward(slot, run.start.tokens[first:stop], first, self._loaded.ready.threads)
-        self._line.post(run.read(stop, _ms_since(began)))
+        self._line.post(run.read(stop, _ms_since(began), logits))
         if run.step is Step.ROUND and run.limit > 0:
             began = time.perf_counter()
             self._propose(run, logits, began)
 
     def _round(self, slot: int, run: Sequence) -> None:
-        """The next token, one step past the last committed one."""
+        """The next token, one step past the last committed one; the first from the end that was kept of its prompt."""
         began = time.perf_counter()
+        if not run.answer:
+            assert run.end is not None  # a prompt that is read here has its first token chosen in the same step
+            self._propose(run, run.end, began)
+            return
         logits = self._forward(slot, run.answer[-1:], run.prompt + len(run.answer) - 1, self._threads.count)
         self._threads.took(time.perf_counter() - began)
         self._propose(run, logits, began)
@@ -119,11 +124,19 @@ class Engine:
         return logits
 
     def _propose(self, run: Sequence, raw: sampling.Logits, began: float) -> None:
-        """The token the logits choose, with its log-probability where the run asks for that, as the next round."""
+        """The token the logits choose, with its log-probability where the run asks for that, as the next round.
+
+        Where the thinking must be closed it is the forced one instead, and nothing but the model is asked about it.
+        """
         start, position = run.start, len(run.answer)
         self._suffer(self._failpoints.harm("token", [position + 1]))
-        adjusted = run.adjustments.apply(raw, position)
-        token = sampling.choose(adjusted, start.sampling, start.choice, position)
+        if run.finished:  # the grammar allows nothing at all, as an empty pattern does
+            run.propose([], _ms_since(began), ending="stop")
+            return
+        adjusted, token = raw, run.forced
+        if token is None:
+            adjusted = run.adjusted(raw)
+            token = sampling.choose(adjusted, start.sampling, start.choice, position)
         asked = start.logprobs >= 0
         logprobs = [token_logprob(raw, adjusted, token, start.logprobs)] if asked else []
         run.propose([token], _ms_since(began), logprobs=logprobs)

@@ -92,11 +92,14 @@ async def _serve(settings: Settings, path: Path) -> int:
     from pipeline.http.app import create_app
     from pipeline.http.serve import CannotServe
     from pipeline.http.serve import serve as serve_http
+    from pipeline.rules import WrongSetting
     from pipeline.runner import Runner
 
     try:
         runner = Runner(settings, str(path), path.stem if path.suffix == ".gguf" else path.name)
         app = create_app(runner)
+    except WrongSetting as error:
+        raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename}: {error.strerror}.") from None
     stop_on_signals(runner)
@@ -111,7 +114,7 @@ async def _serve(settings: Settings, path: Path) -> int:
     except CannotServe as error:
         raise click.ClickException(str(error)) from None
     finally:
-        runner.close()
+        await runner.close()
     return runner.exit_status
 
 

@@ -14,7 +14,9 @@ from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.effects import Effect
 from pipeline.engine_life import EngineLife
+from pipeline.firing import root
 from pipeline.journal import Step
+from pipeline.outcomes import finish_word
 from pipeline.request import Memory, Request, due
 from pipeline.settings import Policy
 from pipeline.states import EngineState, RequestState, Trigger
@@ -41,6 +43,7 @@ class Core(EngineLife):
             ev.EngineReady: self._ready,
             ev.EngineDied: self._died,
             ev.MemoryRead: self._memory_read,
+            ev.RunResumed: self._resumed,
             ev.ChunkDone: self._chunk_done,
             ev.RunEnded: self._run_ended,
             ev.RunDeclined: self._run_declined,
@@ -56,19 +59,20 @@ class Core(EngineLife):
         engine = self.memory.engine
         engine.started_at = engine.heard_at = now
         self._effects.append(do.Spawn(engine.epoch))
-        return self._done()
+        return self._done(now)
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
         """Take one fact at one time (seconds, never backwards) and say what is to be done."""
         self._handlers[type(event)](event, now)
-        return self._done()
+        return self._done(now)
 
     def take_steps(self) -> list[Step]:
         """The journal since the last call."""
         steps, self.steps = self.steps, []
         return steps
 
-    def _done(self) -> list[Effect]:
+    def _done(self, now: float) -> list[Effect]:
+        self._settle(now)
         memory = self.memory
         if memory.draining and not memory.requests and not memory.exiting:
             self._exit(0)
@@ -85,13 +89,19 @@ class Core(EngineLife):
         memory = self.memory
         request = Request(
             id=event.request, name=event.name, route=event.route, seed=event.seed, wall=event.wall,
-            received_at=now, body_bytes=event.body_bytes, deadline_at=now + self.policy.queue_timeout,
+            received_at=now, waits_from=now, body_bytes=event.body_bytes, parent=event.parent,
+            deadline_at=now + self.policy.queue_timeout,
         )  # fmt: skip
         memory.requests[request.id] = request
+        siblings = self._siblings(request)
+        for sibling in siblings:
+            request.opened, request.waits_from = sibling.opened, min(request.waits_from, sibling.waits_from)
         if memory.engine.state is EngineState.failed and not memory.draining:
             self._restart(now)
         if self._fire(request, Trigger.arrive, now).dest is None:
             self._effects.append(do.ReadBody(request.id))
+            if request.parent >= 0 and not siblings:  # the list is over already, and this was still on its way
+                self._stop([request], Trigger.hang_up, now, "sibling")
 
     def _checked(self, event: ev.Checked, now: float) -> None:
         request = self._live(event.request, RequestState.received)
@@ -99,6 +109,7 @@ class Core(EngineLife):
             return
         request.code, request.param, request.stream = event.code, event.param, event.stream
         request.messages, request.asked_tokens = event.messages, event.max_tokens
+        request.choices = event.choices
         request.body_bytes = max(request.body_bytes, event.body_bytes)
         self._start_waiting_clock(request)
         if self._fire(request, Trigger.check, now).dest is RequestState.validated:
@@ -117,11 +128,14 @@ class Core(EngineLife):
         if request is None:
             return
         request.prompt_tokens, request.code, request.param = event.prompt_tokens, event.code, event.param
+        request.prompts, request.longest = event.prompts, event.longest
         if self._fire(request, Trigger.enqueue, now).dest is not RequestState.queued:
             return
         request.queued_at = now
         request.place, self.memory.next_place = self.memory.next_place, self.memory.next_place + 1
         self._queue(request)
+        if request.prompts > 1:
+            self._effects.append(do.Spread(request.id))
         self._offer(request, now)
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -141,8 +155,23 @@ class Core(EngineLife):
         request.prefill_at = now
         heartbeat = policy.prefill_heartbeat_s
         request.line_at = now + heartbeat if request.stream and heartbeat else None
+        self._start(request)
+
+    def _start(self, request: Request) -> None:
+        """Start the run of its next choice."""
         self.memory.slots[request.slot].started = True
-        self._effects.append(do.StartRun(engine.epoch, request.run, request.id, request.slot, request.max_tokens))
+        more = request.choice + 1 < request.choices
+        self._effects.append(
+            do.StartRun(
+                self.memory.engine.epoch, request.run, request.id, request.slot, request.max_tokens, request.choice,
+                more,
+            )
+        )  # fmt: skip
+
+    def _resumed(self, event: ev.RunResumed, now: float) -> None:
+        request = self._running(event.run) if self._hear(event.epoch, now) is not None else None
+        if request is not None and request.choice == 0:  # later choices take the prompt this one has read
+            request.cached_tokens = event.rows
 
     def _chunk_done(self, event: ev.ChunkDone, now: float) -> None:
         engine = self._hear(event.epoch, now)
@@ -163,27 +192,72 @@ class Core(EngineLife):
             return
         engine.step_s = event.ms / 1_000
         request = self._running(event.run)
-        if request is None:
+        if request is None or request.choice_over:
             return
-        self._first_token(request, now)
-        request.completion_tokens, request.last_token_at = event.n, now
-        self._send(request, event.handle, event.characters)
-        if event.stopped:
-            request.end_reason = "stop"
+        request.last_token_at = now
+        self._said(request, event, now)
+        if not event.stopped:
+            self._effects.append(do.Acknowledge(event.epoch, event.run, event.n))
+            return
+        request.end_reason = "stop"
+        if request.choice + 1 < request.choices:
+            self._effects.append(do.CancelRun(event.epoch, event.run, event.keep))
+            self._end_choice(request, now)
+        else:
             self._leave_slot(request, now, event.keep)
             self._fire(request, Trigger.end, now)
-        else:
-            self._effects.append(do.Acknowledge(event.epoch, event.run, event.n))
+
+    def _said(self, request: Request, event: ev.Progress | ev.RunEnded, now: float) -> None:
+        """Facts of what a choice says so far, what is new of them as rows, then the text itself."""
+        self._first_token(request, now)
+        at = request.choice
+        request.choice_tokens = [*request.choice_tokens[:at], event.n]
+        request.choice_reasoning = [*request.choice_reasoning[:at], event.reasoning]
+        request.completion_tokens = sum(request.choice_tokens)
+        request.reasoning_tokens = sum(request.choice_reasoning)
+        if event.closed and not request.closed:
+            request.closed, request.closed_at = event.closed, event.closed_at
+            self._fire(request, Trigger.closed, now)
+        self._calls(request, event, now)
+        request.open_call = event.open_call
+        if event.characters:
+            if request.stream and not request.opened:
+                self._open(request)
+            self._effects.append(do.Send(request.id, event.handle))
+
+    def _calls(self, request: Request, event: ev.Progress | ev.RunEnded, now: float) -> None:
+        """A row for every call that began and for every one that is whole since the last facts, in their order."""
+        while True:
+            if request.closed_calls < min(event.closed_calls, request.opened_calls):
+                request.closed_calls += 1
+                request.calls += 1
+            elif request.opened_calls < event.opened_calls:
+                request.opened_calls += 1
+            else:
+                return
+            self._fire(request, Trigger.call, now)
+
+    def _end_choice(self, request: Request, now: float) -> None:
+        """A choice is complete and others follow: its own finish, by the rule of the rows that end a request."""
+        request.choice_over = True
+        self._fire(request, Trigger.choice_end, now)
+        self._effects.append(do.EndChoice(request.id, request.choice, finish_word(request)))
+
+    def _next_choice(self, request: Request) -> None:
+        """The next choice begins in the same slot, with a run of its own."""
+        memory = self.memory
+        slot = memory.slots[request.slot]
+        request.choice += 1
+        request.choice_over, request.end_reason, request.closed, request.closed_at = False, "", "", -1
+        request.opened_calls, request.closed_calls, request.open_call = 0, 0, False
+        request.run = slot.run = memory.next_run
+        memory.next_run += 1
+        self._start(request)
 
     def _first_token(self, request: Request, now: float) -> None:
         if request.state is RequestState.prefilling:
             request.first_token_at, request.line_at = now, None
             self._fire(request, Trigger.first_token, now)
-
-    def _send(self, request: Request, handle: int, characters: int) -> None:
-        if characters:
-            request.opened = request.opened or request.stream
-            self._effects.append(do.Send(request.id, handle))
 
     def _run_ended(self, event: ev.RunEnded, now: float) -> None:
         if self._hear(event.epoch, now) is None:
@@ -192,17 +266,31 @@ class Core(EngineLife):
         if slot is None:
             return
         request = self._running(event.run)
+        good = ("stop", "length", "cancelled") if request is not None and request.choice_over else ("stop", "length")
+        well = event.reason in good
+        slot.more = request is not None and well and request.choice + 1 < request.choices
         self._fire(slot, Trigger.ended, now)
         if request is not None:
-            request.run = request.slot = -1
-            if event.reason in ("stop", "length"):
-                self._first_token(request, now)
-                request.completion_tokens, request.end_reason = event.n, event.reason
-                self._send(request, event.handle, event.characters)
-                self._fire(request, Trigger.end, now)
-            else:
-                self._fire(request, Trigger.fault, now)
+            self._ended_run(request, event, well, now)
         self._offer_waiting(now)
+
+    def _ended_run(self, request: Request, event: ev.RunEnded, well: bool, now: float) -> None:
+        """What the end of its run means for a live request: its end, or that of a choice and the next one."""
+        more = request.choice + 1 < request.choices
+        if not (well and more):
+            request.run = request.slot = -1
+        if not well:
+            self._fire(request, Trigger.fault, now)
+            return
+        if not request.choice_over:
+            request.end_reason = event.reason
+            self._said(request, event, now)
+        if not more:
+            self._fire(request, Trigger.end, now)
+            return
+        if not request.choice_over:
+            self._end_choice(request, now)
+        self._next_choice(request)
 
     def _run_declined(self, event: ev.RunDeclined, now: float) -> None:
         if self._hear(event.epoch, now) is None:
@@ -220,24 +308,19 @@ class Core(EngineLife):
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _hung_up(self, event: ev.HungUp, now: float) -> None:
+        """One client sent all prompts of a list: whichever is named, all of them are over."""
         request = self.memory.requests.get(event.request)
-        if request is not None:
-            self._stop(request, Trigger.hang_up, now, event.why)
+        members = self._family(event.request if request is None else root(request))
+        if members:
+            self._stop(members, Trigger.hang_up, now, event.why)
+            self._offer_waiting(now)
 
     def _faulted(self, event: ev.Faulted, now: float) -> None:
         request = self.memory.requests.get(event.request)
         if request is not None:
             self._effects.append(do.Log(f"[fault] {request.name} in {event.where}: {event.error}"))
-            self._stop(request, Trigger.fault, now)
-
-    def _stop(self, request: Request, trigger: Trigger, now: float, why: str = "") -> None:
-        """End a live request from outside its run: out of the queue or its slot first, then over."""
-        request.end_reason = why
-        if request.id in self.memory.queue:
-            self.memory.queue.remove(request.id)
-        self._leave_slot(request, now, None)
-        self._fire(request, trigger, now)
-        self._offer_waiting(now)
+            self._stop([request], Trigger.fault, now)
+            self._offer_waiting(now)
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +333,8 @@ class Core(EngineLife):
             if request.state in ENDED:
                 continue
             if now >= due(request.deadline_at):
-                self._stop(request, Trigger.deadline, now)
+                self._stop([request], Trigger.deadline, now)
+                self._offer_waiting(now)
             elif request.state in WAITS and now >= due(request.line_at):
                 self._waiting_line(request, now)
         if now >= due(memory.drain_until):

@@ -30,6 +30,12 @@ class Prepare(_Effect, frozen=True):
     request: int
 
 
+class Spread(_Effect, frozen=True):
+    """Its further prompts become requests of their own: answer with a ``Received`` each."""
+
+    request: int
+
+
 class Measure(_Effect, frozen=True):
     """Ask the engine for a memory reading before the prefill of ``rows`` rows."""
 
@@ -39,13 +45,15 @@ class Measure(_Effect, frozen=True):
 
 
 class StartRun(_Effect, frozen=True):
-    """Start ``run`` for a request in ``slot``, writing at most ``max_tokens``."""
+    """Start ``run`` for a request in ``slot``, writing at most ``max_tokens``. ``more``: another choice follows."""
 
     epoch: int
     run: int
     request: int
     slot: int
     max_tokens: int
+    choice: int = 0
+    more: bool = False
 
 
 class Acknowledge(_Effect, frozen=True):
@@ -78,6 +86,14 @@ class Line(_Effect, frozen=True):
     text: str
 
 
+class EndChoice(_Effect, frozen=True):
+    """One choice is complete and others follow: its finish word."""
+
+    request: int
+    choice: int
+    finish: str
+
+
 class Finish(_Effect, frozen=True):
     """End the request for its client: the last effect that names it.
 
@@ -94,6 +110,7 @@ class Finish(_Effect, frozen=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
     queue_ms: float = 0.0
     prompt_ms: float = 0.0
     predicted_ms: float = 0.0
@@ -142,12 +159,14 @@ Effect = (
     ReadBody
     | Fetch
     | Prepare
+    | Spread
     | Measure
     | StartRun
     | Acknowledge
     | CancelRun
     | Send
     | Line
+    | EndChoice
     | Finish
     | Forget
     | Log

@@ -12,6 +12,7 @@ from pipeline import events as ev
 from pipeline.firing import FAILURE_WINDOW_S
 from pipeline.request import Engine, Request, due
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
+from pipeline.table import ENDED
 from pipeline.waiting import Waiting
 
 LOAD_STALL_S = 60.0
@@ -84,6 +85,8 @@ class EngineLife(Waiting):
             self._fire(slot, Trigger.epoch, now)
         self._restart(now)
         for request in list(memory.requests.values()):
+            if request.state in ENDED:
+                continue
             admitted = request.state is RequestState.admitted
             request.slot = request.run = -1
             if request.id in memory.queue and memory.engine.state is EngineState.failed:
@@ -98,9 +101,10 @@ class EngineLife(Waiting):
         if self.memory.engine.state is EngineState.failed:
             self._fire(request, Trigger.engine_lost, now)
             return
-        line_at = request.line_at
-        self._start_waiting_clock(request)
-        request.line_at = line_at
+        for member in [request, *self._siblings(request)]:
+            line_at = member.line_at
+            self._start_waiting_clock(member)
+            member.line_at = line_at
         self._queue(request)
 
     def _restart(self, now: float) -> None:
@@ -146,5 +150,6 @@ class EngineLife(Waiting):
         memory = self.memory
         memory.queue.clear()
         for request in list(memory.requests.values()):
-            self._leave_slot(request, now, None)
-            self._fire(request, Trigger.shutdown, now)
+            if request.state not in ENDED:
+                self._leave_slot(request, now, None)
+                self._fire(request, Trigger.shutdown, now)

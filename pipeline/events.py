@@ -9,12 +9,15 @@ from __future__ import annotations
 import msgspec
 
 
-class _Event(msgspec.Struct, frozen=True, tag=True):
-    """Base: the class name is the tag."""
+class _Event(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Base: the class name is the tag. A trace has what says something: there is an event for every round."""
 
 
 class Received(_Event, frozen=True):
-    """A request's first event. ``seed`` and ``wall`` are the only chance and calendar it will ever have."""
+    """A request's first event. ``seed`` and ``wall`` are the only chance and calendar it will ever have.
+
+    ``parent``: the request in whose body it came as a further prompt, -1 for one that a client sent.
+    """
 
     request: int
     name: str  # the public id, without its prefix: 24 hex digits
@@ -22,6 +25,7 @@ class Received(_Event, frozen=True):
     body_bytes: int  # declared; 0 when the body is chunked
     seed: int
     wall: float
+    parent: int = -1
 
 
 class Checked(_Event, frozen=True):
@@ -37,6 +41,7 @@ class Checked(_Event, frozen=True):
     stream: bool = False
     messages: int = 0
     max_tokens: int = 0
+    choices: int = 1
 
 
 class Fetched(_Event, frozen=True):
@@ -48,12 +53,17 @@ class Fetched(_Event, frozen=True):
 
 
 class Prepared(_Event, frozen=True):
-    """The prompt is rendered and tokenised. ``code``: a word of the error table when it could not be."""
+    """The prompt is rendered and tokenised. ``code``: a word of the error table when it could not be.
+
+    Of a list ``prompts`` counts all, ``longest`` is the longest one's tokens; this request is the first of them.
+    """
 
     request: int
     prompt_tokens: int = 0
     code: str = ""
     param: str = ""
+    prompts: int = 1
+    longest: int = 0
 
 
 class Progress(_Event, frozen=True):
@@ -61,6 +71,10 @@ class Progress(_Event, frozen=True):
 
     ``characters`` 0: nothing to send yet. ``stopped``: a stop string was found; then ``keep`` answer tokens lie wholly
     before it and ``n`` is the count through it.
+
+    All counts are of the run's choice. ``reasoning``: answer tokens that are thinking; ``closed``: why it ended, at
+    token ``closed_at``, said in the round it ended in; calls sent so far and those of them that are whole;
+    ``open_call``: the text stands inside one.
     """
 
     request: int
@@ -72,6 +86,12 @@ class Progress(_Event, frozen=True):
     stopped: bool = False
     keep: int = 0
     ms: float = 0.0
+    reasoning: int = 0
+    closed: str = ""
+    closed_at: int = -1
+    opened_calls: int = 0
+    closed_calls: int = 0
+    open_call: bool = False
 
 
 class HungUp(_Event, frozen=True):
@@ -130,6 +150,15 @@ class MemoryRead(_Event, frozen=True):
     workspace: int
 
 
+class RunResumed(_Event, frozen=True):
+    """The run begins with ``rows`` rows already resident, taken from ``source``."""
+
+    epoch: int
+    run: int
+    rows: int
+    source: str
+
+
 class ChunkDone(_Event, frozen=True):
     """One prefill step: ``done`` of ``total`` rows, in ``ms``."""
 
@@ -143,7 +172,8 @@ class ChunkDone(_Event, frozen=True):
 class RunEnded(_Event, frozen=True):
     """The engine ended a run. ``handle``/``characters``: what the text stage still held back and now lets go.
 
-    ``n`` counts the answer tokens whose text was judged (the engine's ``generated`` may be one round more).
+    ``n`` counts the answer tokens whose text was judged (the engine's ``generated`` may be one round more). The rest is
+    as in ``Progress``, at the end of the text.
     """
 
     epoch: int
@@ -154,6 +184,12 @@ class RunEnded(_Event, frozen=True):
     handle: int = -1
     characters: int = 0
     why: str = ""
+    reasoning: int = 0
+    closed: str = ""
+    closed_at: int = -1
+    opened_calls: int = 0
+    closed_calls: int = 0
+    open_call: bool = False
 
 
 class RunDeclined(_Event, frozen=True):
@@ -189,6 +225,7 @@ Event = (
     | EngineReady
     | EngineDied
     | MemoryRead
+    | RunResumed
     | ChunkDone
     | RunEnded
     | RunDeclined

@@ -19,6 +19,16 @@ FAILURE_WINDOW_S = 60.0
 LINES = ("waiting_line", "prefill_line")
 
 
+def root(request: Request) -> int:
+    """The request that was sent: itself, or the first of its list of prompts."""
+    return request.parent if request.parent >= 0 else request.id
+
+
+def is_member(request: Request) -> bool:
+    """Whether it is one of a list of prompts."""
+    return request.parent >= 0 or request.prompts > 1
+
+
 class Firing:
     """The records, the journal and the effects of one event. ``memory`` is everything that is remembered."""
 
@@ -27,6 +37,8 @@ class Firing:
         self.memory = memory or Memory(slots=[Slot(id=i) for i in range(policy.slots)])
         self.steps: list[Step] = []
         self._effects: list[Effect] = []
+        self._left: list[int] = []  # lists of prompts of which one has ended in this event
+        self._refused: list[int] = []  # those of them that are refused as a whole
 
     def _fire(self, record: Record, trigger: Trigger, now: float, line: str = "") -> Row:
         """Fire, write the journal step, and carry out what follows from the row."""
@@ -42,7 +54,8 @@ class Firing:
         )  # fmt: skip
         if isinstance(record, Request):
             if said:
-                record.opened, record.line = True, said
+                record.line = said
+                self._open(record)
                 self._effects.append(do.Line(record.id, said))
             if record.state in ENDED:
                 self._end(record, row, now)
@@ -55,9 +68,10 @@ class Firing:
         return Facts(
             now=now,
             draining=memory.draining,
-            before_queue=len(before),
+            inside=isinstance(record, Request) and record.parent >= 0,
+            before_queue=len({root(r) for r in before}),
             bodies=sum(r.body_bytes for r in before),
-            waiting=len(memory.queue),
+            waiting=len({root(memory.requests[id]) for id in memory.queue}),
             position=self._position(record),
             free_slots=sum(s.state is SlotState.free for s in memory.slots),
             engine=engine.state,
@@ -94,6 +108,7 @@ class Firing:
         """The request is over: count it, tell its client, log it, forget it."""
         memory = self.memory
         del memory.requests[request.id]
+        self._left = [*self._left, root(request)] if is_member(request) else self._left
         memory.recent = [request, *memory.recent[: RECENT - 1]]
         request.ended_at = now
         if request.state is RequestState.abandoned:
@@ -105,8 +120,16 @@ class Firing:
         outcome = outcomes.of(row.name, request.opened, request.code)
         request.outcome = outcome.code or outcome.finish
         summary.count(memory.counts, request, outcome)
-        self._effects.append(summary.finish(request, outcome, now))
+        end = summary.finish(request, outcome, now)
+        if summary.refused(end) and is_member(request):
+            self._refused = [*self._refused, root(request)]
+        self._effects.append(end)
         self._effects.append(do.Log(summary.log_line(request, now)))
+
+    def _open(self, request: Request) -> None:
+        """Something is sent: the client's stream is open, for every prompt of its list."""
+        for member in self._family(root(request)) if is_member(request) else [request]:
+            member.opened = True
 
     def _leave_slot(self, request: Request, now: float, keep: int | None) -> None:
         """Let go of the slot; the engine is told if it had started."""
@@ -125,6 +148,10 @@ class Firing:
             self._effects.append(do.Exit(status))
 
     # -- looking things up -----------------------------------------------------------------------------------------
+
+    def _family(self, parent: int) -> list[Request]:
+        """The live requests of one body: a request and, where it is the first of a list, the others."""
+        return [r for r in self.memory.requests.values() if root(r) == parent]
 
     def _live(self, id: int, state: RequestState) -> Request | None:
         """The live request in that state; None when it is over or elsewhere (the fact came too late)."""

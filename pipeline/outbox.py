@@ -11,6 +11,7 @@ import asyncio
 import msgspec
 
 from pipeline.effects import Finish
+from stages.calls import Arguments, CallOpened, Content, Delta, Reasoning, join
 from stages.logprobs import Entry
 
 LIMIT = 4 << 20
@@ -21,41 +22,65 @@ MERGE = 64 << 10
 """Bytes pending from which on pieces are merged into one: a slow reader gets fewer, larger deltas."""
 
 BLOCK = 16 << 10
-"""Characters of one merged piece."""
+"""Characters of one merged part."""
 
 
 class Text(msgspec.Struct):
-    """Answer text, one string a token. ``logprobs``, where asked for: those that go with each piece."""
+    """What an answer says: by token that let something go, its deltas. ``logprobs``, where asked for: by part.
 
-    pieces: list[str]
+    ``choice`` is the index its client sees.
+    """
+
+    parts: list[list[Delta]]
     logprobs: list[list[Entry]] = []
+    choice: int = 0
 
     @property
     def size(self) -> int:
         """About its bytes."""
-        text = sum(len(piece.encode()) for piece in self.pieces)
+        text = sum(len(said(delta).encode()) for part in self.parts for delta in part)
         return text + sum(entry.size for entries in self.logprobs for entry in entries)
 
 
 class Comment(msgspec.Struct):
-    """A comment line, without its colon."""
+    """A comment line, without its colon. ``reasoning``: its client shows it where the thinking stands (row Q6)."""
 
     text: str
+    reasoning: bool = False
+
+
+class ChoiceEnd(msgspec.Struct):
+    """One choice of several is complete; the others go on. ``logprobs``: those that went with no part of it."""
+
+    choice: int
+    finish: str
+    logprobs: list[Entry] = []
 
 
 class End(msgspec.Struct):
     """The last item. ``message`` and ``param`` go into the error object when ``figures.code`` is set.
 
-    ``logprobs``: those that went with no piece of text.
+    ``choice``: the one that ends here. ``closed``: its ``ChoiceEnd`` was said. ``logprobs``: those that went with no
+    part of it.
     """
 
     figures: Finish
     message: str = ""
     param: str | None = None
     logprobs: list[Entry] = []
+    choice: int = 0
+    closed: bool = False
 
 
-Item = Text | Comment | End
+Item = Text | Comment | ChoiceEnd | End
+
+
+def said(delta: Delta) -> str:
+    """The text a delta brings."""
+    match delta:
+        case Content(text) | Reasoning(text) | Arguments(_, text) | CallOpened(_, text):
+            return text
+    return ""
 
 
 class Outbox:
@@ -80,7 +105,7 @@ class Outbox:
                 self.blocked_since = now
             self.pending += size
             last = self._items[-1] if self._items else None
-            if self.pending > MERGE and isinstance(last, Text):
+            if self.pending > MERGE and isinstance(last, Text) and last.choice == item.choice:
                 self._merge(last, item)
                 return True
         self._items.append(item)
@@ -89,14 +114,15 @@ class Outbox:
 
     @staticmethod
     def _merge(last: Text, item: Text) -> None:
-        """Append to the last piece while it is small: copying stays linear, a million tokens stay few objects."""
-        text, entries = "".join(item.pieces), [entry for group in item.logprobs for entry in group]
-        if len(last.pieces[-1]) < BLOCK:
-            last.pieces[-1] += text
+        """Append to the last part while it is small: copying stays linear, a million tokens stay few objects."""
+        part = [delta for part in item.parts for delta in part]
+        entries = [entry for group in item.logprobs for entry in group]
+        if sum(len(said(delta)) for delta in last.parts[-1]) < BLOCK:
+            last.parts[-1] = join([*last.parts[-1], *part])
             if last.logprobs:
                 last.logprobs[-1] += entries
         else:
-            last.pieces.append(text)
+            last.parts.append(join(part))
             if last.logprobs:
                 last.logprobs.append(entries)
 

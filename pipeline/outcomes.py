@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeline.request import Facts, Request
+from pipeline.states import Trigger
+from pipeline.table import ROWS
+
 INVALID, BUSY, RATE, INTERNAL = "invalid_request_error", "server_busy", "rate_limit_error", "internal_error"
 
 
@@ -27,6 +31,7 @@ CODES: dict[str, Code] = {
     "invalid_value": Code(400, INVALID, text="A field has a value that is not allowed."),
     "unsupported_parameter": Code(400, INVALID, text="A field is not supported."),
     "unsupported_value": Code(400, INVALID, text="A field has a value that is not supported."),
+    "unsupported_schema": Code(400, INVALID, text="The schema uses something that cannot be enforced."),
     "context_length_exceeded": Code(400, INVALID, text="The prompt is too long for the model's window."),
     "invalid_api_key": Code(401, INVALID, text="The API key is missing or wrong: send `Authorization: Bearer KEY`."),
     "origin_not_allowed": Code(
@@ -83,6 +88,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "bad_shape": ("error", "?"),
     "refused_field": ("error", "?"),
     "no_token": ("error", "?"),
+    "bad_schema": ("error", "?"),
     "over_window": ("error", "context_length_exceeded"),
     "queue_filled": ("error", "queue_full"),
     "waited_out": ("timeout", "queue_timeout"),
@@ -91,6 +97,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "engine_lost": ("error", "engine_restarting"),
     "faulted": ("error", "internal_error"),
     "shut_down": ("error", "shutting_down"),
+    "called": ("tool_calls", ""),
     "at_limit": ("length", ""),
     "stopped": ("stop", ""),
 }
@@ -105,3 +112,9 @@ def of(row: str, opened: bool, code: str = "") -> Outcome:
     entry = CODES[word]
     status = 200 if opened else entry.status
     return Outcome(finish, word, status, 0 if opened else entry.retry_after)
+
+
+def finish_word(request: Request) -> str:
+    """How its answer would end as it stands, by the row that ``end`` would fire: each choice has a word of its own."""
+    rows = (row for row in ROWS if row.trigger is Trigger.end)
+    return ENDS[next(row.name for row in rows if row.guard is None or row.guard(request, Facts()))][0]

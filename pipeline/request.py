@@ -23,7 +23,11 @@ Time = float | None
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """One client request, from its first event to its end."""
+    """One client request, from its first event to its end.
+
+    Of a list of prompts each is a request of its own: the first one is the ``parent`` of the others (-1: no other's).
+    Choices are written one after another; what is said of an answer is said of ``choice``, sums are named so.
+    """
 
     id: int
     name: str
@@ -41,6 +45,11 @@ class Request(msgspec.Struct, kw_only=True):
     stream: bool = False
     messages: int = 0
     asked_tokens: int = 0
+    choices: int = 1
+    # of its family: the prompts that came in one body
+    parent: int = -1
+    prompts: int = 1
+    longest: int = 0
     # of the prompt
     images: int = 0
     left_out: int = 0
@@ -52,12 +61,26 @@ class Request(msgspec.Struct, kw_only=True):
     served_by: int = -1
     run: int = -1
     rows_done: int = 0
-    completion_tokens: int = 0
+    cached_tokens: int = 0
+    choice: int = 0
     end_reason: str = ""
+    choice_over: bool = False  # its text is complete, the engine has not let go yet
+    closed: str = ""  # why the thinking is over
+    closed_at: int = -1  # at which answer token
+    opened_calls: int = 0
+    closed_calls: int = 0
+    open_call: bool = False
+    # over its choices
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    calls: int = 0
+    choice_tokens: list[int] = []
+    choice_reasoning: list[int] = []
     # of the client
     opened: bool = False
     line: str = ""
     # times
+    waits_from: float = 0.0
     deadline_at: Time = None
     line_at: Time = None
     queued_at: Time = None
@@ -79,6 +102,7 @@ class Slot(msgspec.Struct, kw_only=True):
     request: int = -1
     run: int = -1
     started: bool = False
+    more: bool = False  # what its run wrote ended well and is not its request's last choice
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -139,10 +163,14 @@ def due(time: Time) -> float:
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a guard may read besides its record: computed by the core before it fires."""
+    """What a guard may read besides its record: computed by the core before it fires.
+
+    ``before_queue`` and ``waiting`` count a list of prompts once; ``inside``: it is a further prompt of such a list.
+    """
 
     now: float = 0.0
     draining: bool = False
+    inside: bool = False
     before_queue: int = 0
     bodies: int = 0
     waiting: int = 0

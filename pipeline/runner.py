@@ -12,28 +12,26 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from engine import protocol as wire
 from engine.link import Died, EngineLink
-from pipeline import __version__, view
+from pipeline import closing, view
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.call import Call
 from pipeline.core import Core
 from pipeline.engine_life import UNUSABLE
 from pipeline.faults import told, unhandled
-from pipeline.outbox import Comment, End
+from pipeline.outbox import Comment
 from pipeline.prepare import Preparation
+from pipeline.recording import capabilities, recorder
+from pipeline.rules import rulebook
 from pipeline.settings import Settings, failpoints, policy
-from pipeline.trace import Header, Recorder
-from stages.judge import Rules
 
 log = logging.getLogger("tandem")
 
@@ -49,6 +47,7 @@ class Runner:
         self.described: wire.Described | None = None
         self.loaded: wire.Ready | None = None
         self.lag_ms = 0.0
+        self.counters = {"dropped_calls": 0, "lost_calls": 0}
         self._said_loading = 0.0
         self._loop = asyncio.get_running_loop()
         self._zero = time.monotonic()
@@ -59,19 +58,21 @@ class Runner:
         self._busy = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._next = 1
-        self._preparation = Preparation(Rules(strict_model=settings.strict_model, model=model))
-        self._recorder = self._record()
+        self._preparation = Preparation(rulebook(settings, model))
+        self._recorder = recorder(settings)
         self._tasks: set[asyncio.Future[Any]] = set()
         self._do: dict[type, Callable[[Any], None]] = {
-            do.ReadBody: lambda e: self._calls[e.request].decide(True),
+            do.ReadBody: self._read_body,
             do.Fetch: lambda e: self.post(ev.Fetched(e.request)),
             do.Prepare: self._start_to_prepare,
+            do.Spread: self._spread,
             do.Measure: lambda e: self._tell(wire.Measure(e.epoch, e.run, e.rows)),
             do.StartRun: self._start_run,
             do.Acknowledge: lambda e: self._tell(wire.Seen(e.epoch, e.run, e.n)),
             do.CancelRun: self._cancel_run,
             do.Send: self._send,
             do.Line: self._line,
+            do.EndChoice: self._end_choice,
             do.Finish: self._finish,
             do.Forget: self._forget,
             do.Log: lambda e: log.info(e.text),
@@ -152,7 +153,7 @@ class Runner:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and call is not None:
-            self.fault(call, stage, type(error).__name__)
+            self._failed(call, stage, type(error).__name__)
         elif error is not None:
             log.error("[fault] in %s: %s", stage, told(error))
 
@@ -163,16 +164,17 @@ class Runner:
             await asyncio.sleep(0.5)
             self.lag_ms = max(0.0, (self._loop.time() - due) * 1_000)
             now = self.now()
-            for call in [c for c in self._calls.values() if c.outbox.stalled(now)]:
+            for call in dict.fromkeys(c.head for c in self._calls.values() if c.outbox.stalled(now)):
                 self._stalled(call)
 
     # -- what HTTP calls -------------------------------------------------------------------------------------------
 
-    def receive(self, route: str, body_bytes: int) -> Call:
-        """A request's route matched and its key passed. Ids, seed and calendar enter here and nowhere else."""
+    def receive(self, route: str, body_bytes: int, headers: Mapping[str, str] | None = None) -> Call:
+        """A request's route matched and its key passed. Ids, seed and calendar enter here and in ``_spread``."""
         request, self._next = self._next, self._next + 1
         wall = time.time()
         call = Call(request, secrets.token_hex(12), route, int(wall), secrets.randbits(63))
+        call.headers = headers or {}
         self._calls[request] = call
         self.post(ev.Received(request, call.name, route, body_bytes, call.seed, wall))
         return call
@@ -189,13 +191,22 @@ class Runner:
 
     def left(self, call: Call, why: str = "closed") -> None:
         """The client is gone. Nothing happens when its request is over."""
-        if call.request in self._calls:
+        if self._live(call):
             self.post(ev.HungUp(call.request, why))
 
     def fault(self, call: Call, where: str, error: str) -> None:
-        """A handler of ours raised."""
+        """A handler of ours raised: nobody is there for any prompt of its body."""
+        for member in self._live(call):
+            self._failed(member, where, error)
+
+    def _failed(self, call: Call, where: str, error: str) -> None:
+        """A stage raised for one request."""
         if call.request in self._calls:
             self.post(ev.Faulted(call.request, where, error))
+
+    def _live(self, call: Call) -> list[Call]:
+        """What is still live of the requests of one body."""
+        return [member for member in call.members if member.request in self._calls]
 
     @property
     def window(self) -> int:
@@ -218,12 +229,32 @@ class Runner:
 
     # -- preparation -----------------------------------------------------------------------------------------------
 
+    def _read_body(self, effect: do.ReadBody) -> None:
+        call = self._calls[effect.request]
+        if call.head is call:
+            call.decide(True)
+        elif call.head.checked is not None:  # it came in a body that was judged, and its size counted there
+            self.post(msgspec.structs.replace(call.head.checked, request=call.request, body_bytes=0))
+
     async def _judge(self, call: Call, body: bytes) -> None:
-        self.post(await self._preparation.judge(call, body))
+        call.checked = await self._preparation.judge(call, body)
+        self.post(call.checked)
 
     def _start_to_prepare(self, effect: do.Prepare) -> None:
         call = self._calls[effect.request]
-        self._spawn(self._prepare(call), call, "prompt")
+        if call.head is call:
+            self._spawn(self._prepare(call), call, "prompt")
+        else:
+            self.post(ev.Prepared(call.request, len(call.tokens)))
+
+    def _spread(self, effect: do.Spread) -> None:
+        """The other prompts of a body, each a request of its own with chance of its own."""
+        head = self._calls[effect.request]
+        wall = self.core.memory.requests[effect.request].wall
+        for index in range(1, len(head.prompts)):
+            request, self._next = self._next, self._next + 1
+            self._calls[request] = call = head.further(request, index, secrets.randbits(63))
+            self.post(ev.Received(request, call.name, call.route, 0, call.seed, wall, head.request))
 
     async def _prepare(self, call: Call) -> None:
         self.post(await self._preparation.prepare(call))
@@ -259,15 +290,16 @@ class Runner:
 
     def _start_run(self, effect: do.StartRun) -> None:
         call = self._calls[effect.request]
-        assert call.sampling is not None and call.ending is not None and self.described is not None
+        assert self.described is not None
+        run = call.new_choice(effect.choice)
         self._runs[effect.run] = call
-        if self._recorder is not None:
+        if self._recorder is not None and effect.choice == 0:
             self._recorder.text({"request": effect.request, "prompt": call.tokens})
         self._tell(
             wire.Start(
-                effect.epoch, effect.run, effect.slot, call.tokens, call.sampling, effect.max_tokens,
-                call.ending.all_ids(self.described.end_ids), min_tokens=call.ending.min_tokens,
-                logprobs=call.alternatives,
+                effect.epoch, effect.run, effect.slot, call.tokens, run.sampling, effect.max_tokens,
+                run.ending.all_ids(self.described.end_ids), effect.choice, run.ending.min_tokens, run.alternatives,
+                run.thinking, run.grammar, effect.more,
             )
         )  # fmt: skip
 
@@ -282,6 +314,8 @@ class Runner:
         match message:
             case wire.Tokens():
                 self._tokens(message)
+            case wire.Resumed():
+                self.post(ev.RunResumed(message.epoch, message.run, message.rows, message.source))
             case wire.Chunk():
                 self.post(ev.ChunkDone(message.epoch, message.run, message.done, message.total, message.ms))
             case wire.Ended():
@@ -329,7 +363,7 @@ class Runner:
     async def _ready(self, message: wire.Ready) -> None:
         await self._preparation.renderer()
         if self._recorder is not None:
-            self._recorder.know(_capabilities(self.described, message))
+            self._recorder.know(capabilities(self.described, message))
         self.post(ev.EngineReady(message.epoch, message.load_s, message.safe_rows))
 
     def _tokens(self, message: wire.Tokens) -> None:
@@ -340,29 +374,23 @@ class Runner:
         if self._recorder is not None:
             self._recorder.text({"run": message.run, "ids": message.ids})
         try:
-            piece = call.text.push(message.ids)
-            entries = call.logprobs.add(message.ids, message.logprobs, piece) if call.logprobs else []
+            fact = call.read(message, self.counters)
         except Exception as error:
-            self.fault(call, "text", type(error).__name__)
+            self._failed(call, "text", type(error).__name__)
             return
-        handle = call.keep(piece.parts, entries)
-        self.post(
-            ev.Progress(
-                call.request, message.epoch, message.run, piece.n, handle, piece.characters, piece.stopped, piece.keep,
-                message.ms,
-            )
-        )  # fmt: skip
+        self.post(fact)
 
     def _ended(self, message: wire.Ended) -> None:
         call = self._runs.pop(message.run, None)
-        n, handle, characters = message.generated, -1, 0
+        fact = ev.RunEnded(
+            message.epoch, message.run, message.reason, message.kept, message.generated, why=message.why
+        )  # fmt: skip
         if call is not None and call.text is not None and message.reason in ("stop", "length"):
-            piece = call.text.finish()
-            n, characters = piece.n, piece.characters
-            handle = call.keep(piece.parts, call.logprobs.add([], [], piece) if call.logprobs else [])
-        self.post(
-            ev.RunEnded(message.epoch, message.run, message.reason, message.kept, n, handle, characters, message.why)
-        )
+            try:
+                fact = call.read_end(fact, self.counters)
+            except Exception as error:
+                self._failed(call, "text", type(error).__name__)
+        self.post(fact)
 
     # -- effects on a client -------------------------------------------------------------------------------------
 
@@ -372,45 +400,34 @@ class Runner:
             self._stalled(call)
 
     def _stalled(self, call: Call) -> None:
-        self.post(ev.HungUp(call.request, "stalled"))
+        self.post(ev.HungUp(call.head.request, "stalled"))
         call.abort()
 
     def _line(self, effect: do.Line) -> None:
-        self._calls[effect.request].outbox.put(Comment(effect.text), self.now())
+        call = self._calls[effect.request]
+        call.outbox.put(Comment(effect.text, call.head.shows_lines), self.now())
+
+    def _end_choice(self, effect: do.EndChoice) -> None:
+        call = self._calls[effect.request]
+        call.outbox.put(closing.choice_ended(call, effect.choice, effect.finish), self.now())
 
     def _finish(self, effect: do.Finish) -> None:
         call = self._calls.pop(effect.request)
-        if effect.code == "context_length_exceeded":
-            call.param = "messages" if call.route == "chat" else "prompt"
-            call.message = (
-                f"The prompt has {effect.prompt_tokens} tokens and the model's window is {self.window}; at least one "
-                "must be left for the answer. Shorten the prompt."
-            )
-        rest = call.logprobs.rest() if call.logprobs else []
-        call.outbox.put(End(effect, call.message, call.param, rest), self.now())
-        call.over()
+        for item in closing.finished(call, effect, self.window):
+            call.outbox.put(item, self.now())
 
     def _forget(self, effect: do.Forget) -> None:
-        self._calls.pop(effect.request).over()
+        call = self._calls.pop(effect.request)
+        for item in closing.forgotten(call):
+            call.outbox.put(item, self.now())
 
     # -- start and stop ------------------------------------------------------------------------------------------
-
-    def _record(self) -> Recorder | None:
-        settings = self.settings
-        if not settings.trace:
-            return None
-        header = Header(
-            tandem=__version__, engine="scripted" if settings.script else "torch", torch=str(torch.__version__),
-            level=settings.trace_level, wall=time.time(), recorded_by=settings.trace_note,
-            policy=policy(settings), settings=settings.public(),
-        )  # fmt: skip
-        return Recorder(Path(settings.trace), header, int(settings.trace_rotate_mb * (1 << 20)))
 
     def _exit(self, effect: do.Exit) -> None:
         self.exit_status = effect.status
         self.exiting.set()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Stop the engine and the recording. Nothing is a fact any more: the engine's end is not its loss."""
         self._closed = True
         for task in list(self._tasks):
@@ -421,12 +438,4 @@ class Runner:
             self._link.close(5.0)
         if self._recorder is not None:
             self._recorder.close()
-        self._preparation.close()
-
-
-def _capabilities(described: wire.Described | None, ready: wire.Ready) -> dict[str, Any]:
-    """What the engine can do, for the header of a trace: no path, no name of a person's file."""
-    about = {"safe_rows": ready.safe_rows, "device": ready.device, "threads": ready.threads}
-    if described is not None:
-        about |= {"architecture": described.architecture, "window": described.window, "vocab": described.vocab}
-    return about
+        await self._preparation.close()

@@ -14,6 +14,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What the server was told. Written into a trace's header, without the keys."""
 
     model: str = ""
+    chat_template: str = ""
     device: str = "auto"
     threads: int = 0
     host: str = "127.0.0.1"
@@ -27,8 +28,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trace_level: str = "facts"
     strict_model: bool = False
     default_max_tokens: int = 32_768
+    mid_system: str = "refuse"
     max_body_mb: int = 512
     bodies_mb: int = 1_024
+    reasoning_format: str = "tags"
+    reasoning_key: str = "reasoning_content"
+    thinking: str = "auto"
+    effort: str = "max"
+    think_budget: int = 0
+    effort_caps: str = ""
+    budget_zero: str = "no-cap"
+    answer_reserve: str = "auto"
+    think_stall: str = "on"
+    json_depth: int = 64
     usage_default: bool = True
     finish_words: str = "chapter"
     prefix_chunk: int = 1_024
@@ -40,6 +52,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_len: int = 0
     drain_timeout: float = 60.0
     max_live: int = 64
+    conductor: str = "on"
+    client_reasoning: str = "*=reasoning_content,hermes=tags"
+    progress_lines: str = "none"
     # The rest has no public flag: what tests and recordings turn to reach a rare row in seconds.
     line_every_s: float = 10.0
     quiet_s: float = 30.0
@@ -52,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def public(self) -> dict[str, Any]:
         """The settings as plain values, without keys or paths: for the trace's header and the Dev view."""
-        hidden = ("api_key", "api_key_file", "trace", "script", "model")
+        hidden = ("api_key", "api_key_file", "trace", "script", "model", "chat_template")
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return {name: value for name, value in plain.items() if name not in hidden}
 
@@ -107,6 +122,7 @@ class Flag(msgspec.Struct, frozen=True):
 
 FLAGS: tuple[Flag, ...] = (
     Flag("model", "N1", "GGUF file or safetensors folder; default: the embedded model."),
+    Flag("chat_template", "D1", "Jinja file to use in place of the checkpoint's own chat template."),
     Flag("device", "N3", "Where the model runs.", ("auto", "cpu", "cuda")),
     Flag("threads", "N5", "CPU threads of the engine; 0: all cores.", low=0),
     Flag("host", "P4", "Address to bind."),
@@ -120,8 +136,19 @@ FLAGS: tuple[Flag, ...] = (
     Flag("trace_level", "R5", "facts: counts, kinds, indices; full: bodies and tokens too.", ("facts", "full")),
     Flag("strict_model", "A9", "404 for a model name that is not the served one."),
     Flag("default_max_tokens", "A8", "Answer tokens when the client sets no limit.", low=1),
+    Flag("mid_system", "A12", "System messages after the conversation began.", ("refuse", "fold")),
     Flag("max_body_mb", "A14", "Largest request body (MB).", low=1),
     Flag("bodies_mb", "A14", "Bodies in flight on the whole server (MB).", low=1),
+    Flag("reasoning_format", "B1", "Where thinking goes.", ("tags", "reasoning_content", "both")),
+    Flag("reasoning_key", "B4", "both: the thinking under the name reasoning too.", ("reasoning_content", "both")),
+    Flag("thinking", "C0", "Whether to think when a request does not say.", ("auto", "on", "off")),
+    Flag("effort", "C0", "The effort word when a request gives none."),
+    Flag("think_budget", "C0", "Thinking tokens when a request gives no cap; 0: no cap.", low=0),
+    Flag("effort_caps", "C1", "Caps of the effort words: WORD=N,WORD=N; 0: no cap."),
+    Flag("budget_zero", "C7", "A budget of 0: no cap, or as its own server has it.", ("no-cap", "as-documented")),
+    Flag("answer_reserve", "C4", "Tokens kept for the answer when thinking is bounded: auto, or a number."),
+    Flag("think_stall", "C8", "Close thinking that only repeats itself.", ("on", "off")),
+    Flag("json_depth", "E5", "Levels a json_object answer may nest.", low=1, high=1_000),
     Flag("usage_default", "F1", "Send usage on a stream's finish chunk when the client does not say."),
     Flag("finish_words", "F5", "openai: only OpenAI's finish words.", ("chapter", "openai")),
     Flag("prefix_chunk", "G1", "The prefill grid (rows).", low=1),
@@ -133,6 +160,9 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max_len", "I4", "Window (rows); 0: the checkpoint's, cut to memory.", low=0),
     Flag("drain_timeout", "I5", "Time for those inside when the server is stopped (s).", low=0),
     Flag("max_live", "I9", "Requests before the queue.", low=1),
+    Flag("conductor", "Q1", "off: prompt and answer as sent, token for token.", ("on", "off")),
+    Flag("client_reasoning", "Q2", "Where thinking goes, by kind of client: KIND=FORMAT,…"),
+    Flag("progress_lines", "Q6", "Kinds of client that see waiting lines as thinking: KIND,…"),
     Flag("line_every_s", "L1", "Waiting lines (s).", low=0.01, hidden=True),
     Flag("quiet_s", "L9", "No message for so long: the engine is silent (s).", low=0.01, hidden=True),
     Flag("give_up_s", "L9", "Silent for so long: the engine is lost (s).", low=0.01, hidden=True),

@@ -53,6 +53,9 @@ class Trigger(Enum):
     gate = "gate"  # memory was read
     chunk = "chunk"  # one prefill step is done
     first_token = "first_token"  # the first token was chosen
+    closed = "closed"  # the thinking is over
+    call = "call"  # a tool call begins or is whole
+    choice_end = "choice_end"  # one choice is complete, others follow
     end = "end"  # the answer is complete
     deadline = "deadline"  # its time is over
     engine_lost = "engine_lost"  # the engine process is gone

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pipeline.effects import Finish
 from pipeline.outcomes import Outcome
 from pipeline.request import Counts, Request
@@ -26,11 +28,40 @@ def finish(request: Request, outcome: Outcome, now: float) -> Finish:
         retry_after=outcome.retry_after,
         prompt_tokens=request.prompt_tokens,
         completion_tokens=request.completion_tokens,
+        cached_tokens=request.cached_tokens,
+        reasoning_tokens=request.reasoning_tokens,
         queue_ms=_ms(request.received_at, request.admitted_at if request.admitted_at is not None else now),
         prompt_ms=_ms(request.prefill_at, request.first_token_at if request.first_token_at is not None else now),
         predicted_ms=_ms(request.first_token_at, request.last_token_at),
         ttft_ms=_ms(request.received_at, request.first_token_at),
         total_ms=_ms(request.received_at, now),
+    )
+
+
+def refused(end: Finish) -> bool:
+    """Whether an end is a status of its own: nothing was sent before it, and no answer timed out."""
+    return end.code != "" and not end.opened and end.status != 200
+
+
+def join(ends: list[Finish]) -> Finish:
+    """What the client of a list of prompts is told, from its members' ends in the order they came.
+
+    One that refuses is the answer, else the last. Usage is summed; what was waited is the first one's.
+    """
+    whole = next((end for end in ends if refused(end)), ends[-1])
+    first = min(ends, key=lambda end: end.request)
+    return msgspec.structs.replace(
+        whole,
+        request=first.request,
+        prompt_tokens=sum(end.prompt_tokens for end in ends),
+        completion_tokens=sum(end.completion_tokens for end in ends),
+        cached_tokens=sum(end.cached_tokens for end in ends),
+        reasoning_tokens=sum(end.reasoning_tokens for end in ends),
+        queue_ms=first.queue_ms,
+        prompt_ms=sum(end.prompt_ms for end in ends),
+        predicted_ms=sum(end.predicted_ms for end in ends),
+        ttft_ms=first.ttft_ms,
+        total_ms=max(end.total_ms for end in ends),
     )
 
 
@@ -46,8 +77,11 @@ def log_line(request: Request, now: float) -> str:
     line = (
         f"[req] {request.name} {request.route} {kind} prompt={request.prompt_tokens} "
         f"completion={request.completion_tokens} finish={request.outcome} ms={_ms(request.received_at, now):.0f} "
-        f"tok/s={rate(request):.1f} queue_ms={_ms(request.received_at, request.admitted_at):.0f}"
+        f"tok/s={rate(request):.1f} queue_ms={_ms(request.received_at, request.admitted_at):.0f} "
+        f"cached={request.cached_tokens} reasoning={request.reasoning_tokens} tools={request.calls}"
     )
+    if request.choices > 1:
+        line += f" choices={request.choices}"
     if request.served_by >= 0:
         line += f" slot={request.served_by}"
     if request.param:

@@ -44,21 +44,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 MALFORMED = ("invalid_json",)
 UNKNOWN_MODEL = ("model_not_found",)
 REFUSED = ("unsupported_parameter", "unsupported_value", "unsupported_schema")
+SCHEMA = ("unsupported_schema",)
 
 
 def draining(_request: Request, facts: Facts) -> bool:
-    """The server was asked to stop."""
-    return facts.draining
+    """The server was asked to stop, and this is no further prompt of a request it let in."""
+    return facts.draining and not facts.inside
 
 
 def live_full(_request: Request, facts: Facts) -> bool:
     """Too many requests, or too many bytes of them, are before the queue."""
-    return facts.before_queue > facts.max_live or facts.bodies > facts.max_bodies
+    return (facts.before_queue > facts.max_live or facts.bodies > facts.max_bodies) and not facts.inside
 
 
 def queue_full(_request: Request, facts: Facts) -> bool:
     """As many requests wait as may, and no slot is free for one more."""
-    return facts.waiting >= facts.max_queue and not (facts.waiting == 0 and facts.free_slots > 0)
+    full = facts.waiting >= facts.max_queue and not (facts.waiting == 0 and facts.free_slots > 0)
+    return full and not facts.inside
 
 
 def engine_failed(_request: Request, facts: Facts) -> bool:
@@ -88,12 +90,17 @@ def bad_shape(request: Request, _facts: Facts) -> bool:
 
 def no_token(request: Request, _facts: Facts) -> bool:
     """The prompt could not be rendered, or renders to no token."""
-    return request.code != "" or request.prompt_tokens == 0
+    return request.code not in SCHEMA and (request.code != "" or request.prompt_tokens == 0)
 
 
 def over_window(request: Request, facts: Facts) -> bool:
-    """The prompt leaves no room for a single answer token."""
-    return request.prompt_tokens + 1 > facts.window
+    """A prompt leaves no room for a single answer token."""
+    return request.code not in SCHEMA and max(request.prompt_tokens, request.longest) + 1 > facts.window
+
+
+def bad_schema(request: Request, _facts: Facts) -> bool:
+    """What the answer is to be bound to cannot be served."""
+    return request.code in SCHEMA
 
 
 def has_slot(_request: Request, facts: Facts) -> bool:
@@ -106,12 +113,27 @@ def line_due(request: Request, facts: Facts) -> bool:
     return request.stream and facts.advancing and facts.now >= due(request.line_at)
 
 
+def in_call(request: Request, _facts: Facts) -> bool:
+    """The call that is told of has just begun."""
+    return request.opened_calls > request.closed_calls
+
+
+def has_calls(request: Request, _facts: Facts) -> bool:
+    """There are calls, and each of them is whole."""
+    return request.closed_calls > 0 and request.opened_calls == request.closed_calls and not request.open_call
+
+
 def at_limit(request: Request, _facts: Facts) -> bool:
     """The answer reached its limit."""
     return request.end_reason == "length"
 
 
 # -- guards of a slot and of the engine -----------------------------------------------------------------------------
+
+
+def more_choices(slot: Slot, _facts: Facts) -> bool:
+    """Its request is live and has a choice left to write."""
+    return slot.more
 
 
 def not_started(slot: Slot, _facts: Facts) -> bool:
@@ -157,6 +179,7 @@ ROWS: tuple[Row, ...] = (
     _row("fetched", R.validated, T.fetch, None, R.image_fetched, "images are here"),
     _row("no_token", R.image_fetched, T.enqueue, no_token, R.finished, "400: no prompt"),
     _row("over_window", R.image_fetched, T.enqueue, over_window, R.finished, "400: longer than the window"),
+    _row("bad_schema", R.image_fetched, T.enqueue, bad_schema, R.finished, "400, names the keyword and its path"),
     _row("queue_filled", R.image_fetched, T.enqueue, queue_full, R.finished, "503: the queue filled meanwhile"),
     _row("queued", R.image_fetched, T.enqueue, None, R.queued, "queued"),
     _row("admitted", R.queued, T.offer, has_slot, R.admitted, "has a slot"),
@@ -167,6 +190,11 @@ ROWS: tuple[Row, ...] = (
     _row("prefill_line", R.prefilling, T.chunk, line_due, None, ": prefill done/total"),
     _row("chunk_done", R.prefilling, T.chunk, None, None, "a prefill step is done"),
     _row("answering", R.prefilling, T.first_token, None, R.decoding, "answering"),
+    _row("reasoning_closed", R.decoding, T.closed, None, None, "the thinking is over: model, budget, reserve, stall"),
+    _row("call_opened", R.decoding, T.call, in_call, None, "a call begins"),
+    _row("call_closed", R.decoding, T.call, None, None, "the call is whole"),
+    _row("choice_ended", R.decoding, T.choice_end, None, None, "choice i of n ended: its own finish; the next starts"),
+    _row("called", R.decoding, T.end, has_calls, R.finished, "tool_calls"),
     _row("at_limit", R.decoding, T.end, at_limit, R.finished, "length"),
     _row("stopped", R.decoding, T.end, None, R.finished, "stop"),
     _row("waited_out", BEFORE_SLOT, T.deadline, None, R.finished, "429: no slot in time"),
@@ -188,6 +216,7 @@ SLOT_ROWS: tuple[Row, ...] = (
     _row("taken", S.free, T.take, None, S.busy, "holds a request"),
     _row("given_back", S.busy, T.let_go, not_started, S.free, "nothing was started"),
     _row("let_go", S.busy, T.let_go, None, S.ending, "its request is over, the engine not yet"),
+    _row("next_choice", S.busy, T.ended, more_choices, None, "choice i + 1 starts"),
     _row("run_ended", S.busy, T.ended, None, S.free, "the run ended, rows kept"),
     _row("wound_down", S.ending, T.ended, None, S.free, "the engine let go, rows kept"),
     _row("run_declined", (S.busy, S.ending), T.declined, None, S.free, "the engine refused the run"),

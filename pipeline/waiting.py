@@ -1,14 +1,18 @@
 """Waiting: the queue, its clock and its lines, and who gets a free slot.
 
 Order is entry into ``queued``; one that comes back keeps its place. Line times count from the waiter's arrival.
+
+The prompts of one list wait for one another: while one of them holds a slot the others' clock stands still, and begins
+anew when it is over. Their client is told of one place alone, that of the first who is left.
 """
 
 from __future__ import annotations
 
 from pipeline import effects as do
-from pipeline.firing import Firing
+from pipeline.firing import Firing, is_member, root
 from pipeline.request import Request
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
+from pipeline.table import BEFORE_SLOT
 from stages.wait import next_line_at, waiting_line
 
 WAITS = (RequestState.queued, RequestState.admitted)
@@ -20,13 +24,46 @@ class Waiting(Firing):
 
     def _start_waiting_clock(self, request: Request) -> None:
         """From its arrival: a stream may wait as long as it may run, a whole answer the queue's time-out."""
-        policy, start = self.policy, request.received_at
-        if request.stream:
+        policy, start = self.policy, request.waits_from
+        siblings = self._siblings(request)
+        told = request.stream and all(sibling.id > request.id for sibling in siblings)
+        request.line_at = request.received_at + policy.line_every_s if told else None
+        if any(sibling.slot >= 0 for sibling in siblings):
+            request.deadline_at = None
+        elif request.stream:
             request.deadline_at = start + policy.request_timeout if policy.request_timeout else None
-            request.line_at = start + policy.line_every_s
         else:
             request.deadline_at = start + policy.queue_timeout
-            request.line_at = None
+
+    def _siblings(self, request: Request) -> list[Request]:
+        """The other live prompts of its list."""
+        return [r for r in self._family(root(request)) if r is not request] if is_member(request) else []
+
+    def _stop(self, requests: list[Request], trigger: Trigger, now: float, why: str = "") -> None:
+        """End live requests from outside their runs: out of the queue all, then out of their slots, then over."""
+        memory = self.memory
+        ids = [request.id for request in requests]
+        memory.queue = [id for id in memory.queue if id not in ids]
+        for request in requests:
+            request.end_reason = why
+            self._leave_slot(request, now, None)
+            self._fire(request, trigger, now)
+
+    def _settle(self, now: float) -> None:
+        """What the end of one prompt of a list means for the others: a refusal is all's, else they wait on."""
+        refused, self._refused = self._refused, []
+        for parent in refused:
+            self._stop(self._family(parent), Trigger.hang_up, now, "sibling")
+        left, self._left = self._left, []
+        for parent in left:
+            members = self._family(parent)
+            if any(member.slot >= 0 for member in members):
+                continue
+            for member in members:
+                member.waits_from = now
+                self._start_waiting_clock(member)
+                if member.line_at is not None:
+                    member.line_at = next_line_at(member.received_at, now, self.policy.line_every_s)
 
     def _queue(self, request: Request) -> None:
         """Into the queue at its place: order is entry into ``queued``, and one that comes back keeps its place."""
@@ -46,6 +83,9 @@ class Waiting(Firing):
         request.slot, request.run, memory.next_run = slot.id, memory.next_run, memory.next_run + 1
         request.admitted_at = now
         request.deadline_at = now + policy.request_timeout if policy.request_timeout else None
+        for sibling in self._siblings(request):
+            if sibling.state in BEFORE_SLOT:
+                sibling.deadline_at = None
         memory.engine.heard_at = max(memory.engine.heard_at, now)
         self._fire(slot, Trigger.take, now)
         self._effects.append(do.Measure(memory.engine.epoch, request.run, request.prompt_tokens))
@@ -53,6 +93,7 @@ class Waiting(Firing):
 
     def _offer_waiting(self, now: float) -> None:
         """Offer free slots to those in front, in order."""
+        self._settle(now)
         memory = self.memory
         while (
             memory.queue

@@ -18,6 +18,12 @@ class Content(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class Reasoning(msgspec.Struct, frozen=True, tag=True):
+    """Text of the thinking. The reading of calls never makes one."""
+
+    text: str
+
+
 class CallOpened(msgspec.Struct, frozen=True, tag=True):
     """A call begins. ``index`` counts the calls sent, the name is as written."""
 
@@ -45,7 +51,7 @@ class Dropped(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Delta: TypeAlias = Content | CallOpened | Arguments | CallClosed | Dropped
+Delta: TypeAlias = Content | Reasoning | CallOpened | Arguments | CallClosed | Dropped
 
 
 def join(deltas: list[Delta]) -> list[Delta]:
@@ -53,25 +59,31 @@ def join(deltas: list[Delta]) -> list[Delta]:
     out: list[Delta] = []
     runs: list[list[str]] = []
     for delta in deltas:
-        last = out[-1] if out else None
-        if isinstance(delta, Content) and isinstance(last, Content):
-            runs[-1].append(delta.text)
-        elif isinstance(delta, Arguments) and isinstance(last, Arguments) and last.index == delta.index:
-            runs[-1].append(delta.piece)
+        if out and _same(out[-1], delta):
+            runs[-1].append(text_of(delta))
         else:
             out.append(delta)
-            runs.append([_text(delta)])
-    return [_with(delta, "".join(run)) for delta, run in zip(out, runs, strict=True)]
+            runs.append([text_of(delta)])
+    return [_with(delta, "".join(run)) if len(run) > 1 else delta for delta, run in zip(out, runs, strict=True)]
 
 
-def _text(delta: Delta) -> str:
-    return delta.text if isinstance(delta, Content) else delta.piece if isinstance(delta, Arguments) else ""
+def text_of(delta: Delta) -> str:
+    """What a delta adds to a message's texts."""
+    if isinstance(delta, Content | Reasoning):
+        return delta.text
+    return delta.piece if isinstance(delta, Arguments) else ""
+
+
+def _same(one: Delta, other: Delta) -> bool:
+    if isinstance(one, Arguments):
+        return isinstance(other, Arguments) and one.index == other.index
+    return isinstance(one, Content | Reasoning) and type(one) is type(other)
 
 
 def _with(delta: Delta, text: str) -> Delta:
-    if isinstance(delta, Content):
-        return Content(text)
-    return Arguments(delta.index, text) if isinstance(delta, Arguments) else delta
+    if isinstance(delta, Arguments):
+        return Arguments(delta.index, text)
+    return Reasoning(text) if isinstance(delta, Reasoning) else Content(text)
 
 
 class Gate:

@@ -4,8 +4,8 @@
 (A3). ``later``: of the design, not built yet; until then a value that asks for nothing passes and any other is refused,
 so that no wish is dropped in silence. A field that is not here is unknown and passes (A5).
 
-Dotted names are fields of objects. The model served now does not think, so a request passes when it turns thinking
-off or leaves it to the server, and is refused when it asks for some.
+Dotted names are fields of objects. A template's own variables pass to it (``chat_template_kwargs``), but for the names
+that the server itself gives a template: with those a client would write the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from stages.refusal import Refusal, refuse
 from stages.schema import ChatRequest, Request
-from stages.thinking import ROWS, TOP, Thinking, at, read
+from stages.thinking import ROWS
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -39,8 +39,15 @@ def _later(row: str, *neutral: object) -> Answer:
     return Answer("later", row, neutral)
 
 
-THINKING: dict[str, Answer] = {path: _later(row) for path, row in ROWS.items()}
-"""The thinking shapes. ``stages.thinking`` reads them all into one wish, and that wish is judged, not each field."""
+THINKING: dict[str, Answer] = {path: Answer("honoured", row) for path, row in ROWS.items()}
+"""The thinking shapes. ``stages.thinking`` reads them all into one wish."""
+
+_OURS = """
+messages tools documents add_generation_prompt continue_final_message chat_template tokenize return_dict
+bos_token eos_token pad_token unk_token strftime_now raise_exception
+"""
+RESERVED = frozenset(_OURS.split())
+"""Names in ``chat_template_kwargs`` that are the server's to give."""
 
 COMMON: dict[str, Answer] = {
     "model": HONOURED,
@@ -58,23 +65,24 @@ COMMON: dict[str, Answer] = {
     "seed": HONOURED,
     "top_k": EXTENSION,
     "min_p": EXTENSION,
-    "n": _later("F11", 1),
+    "n": HONOURED,
     "presence_penalty": HONOURED,
     "frequency_penalty": HONOURED,
     "repetition_penalty": EXTENSION,
-    "no_repeat_ngram_size": _later("A4", 0),
+    "no_repeat_ngram_size": EXTENSION,
     "logit_bias": HONOURED,
     "logprobs": HONOURED,
-    "response_format": _later("E1"),
-    "structured_outputs": _later("E1", {}),
-    "guided_json": _later("E1"),
-    "guided_regex": _later("E1"),
-    "guided_choice": _later("E1"),
+    "response_format": HONOURED,
+    "structured_outputs": EXTENSION,
+    "guided_json": EXTENSION,
+    "guided_regex": EXTENSION,
+    "guided_choice": EXTENSION,
     "ignore_eos": EXTENSION,
     "min_tokens": EXTENSION,
     "stop_token_ids": EXTENSION,
-    "reasoning_format": _later("B10", "auto", "none"),
-    "include_reasoning": Answer("accepted", "B10"),  # no thinking: nothing to show or to hide
+    "reasoning_format": EXTENSION,
+    "include_reasoning": Answer("honoured", "B10"),
+    "reasoning.exclude": Answer("honoured", "B10"),
     "draft_temperature": Answer("accepted", "A4"),  # of a drafter's proposals only: never changes the text
     "user": ACCEPTED,
     **THINKING,
@@ -86,9 +94,9 @@ FIELDS: dict[str, dict[str, Answer]] = {
         "modalities": HONOURED,
         **COMMON,
         "top_logprobs": HONOURED,
-        "tools": _later("D1", []),
-        "tool_choice": _later("D5", "none", "auto"),
-        "parallel_tool_calls": _later("D6", True, False),  # of tools only, which are refused themselves
+        "tools": HONOURED,
+        "tool_choice": HONOURED,
+        "parallel_tool_calls": HONOURED,
         "metadata": ACCEPTED,
         "store": ACCEPTED,
         "service_tier": ACCEPTED,
@@ -116,37 +124,19 @@ FIELDS: dict[str, dict[str, Answer]] = {
 
 
 def refused_field(request: Request) -> Refusal | None:
-    """A malformed thinking shape; else the first field that asks for what is not served (``unsupported_parameter``)."""
-    shapes = {name: getattr(request, name) for name in TOP}
-    thinking = read(shapes)
-    if isinstance(thinking, Refusal):
-        return thinking
+    """The first field that asks for what is not served (``unsupported_parameter``)."""
     fields = FIELDS["chat" if isinstance(request, ChatRequest) else "completions"]
     for path, answer in fields.items():
-        if path not in THINKING and answer.kind in ("refused", "later") and _asks(request, path, answer):
+        if answer.kind in ("refused", "later") and _asks(request, path, answer):
             return _refusal(path, answer)
-    return _thinks(thinking, shapes) or _unknown_template_field(request)
-
-
-def _thinks(thinking: Thinking, shapes: dict[str, object]) -> Refusal | None:
-    """No model thinks yet. A lone 0 passes: where nothing is thought, nothing is lost by having no cap."""
-    if not thinking.on or at(shapes, thinking.switch) == 0:
-        return None
-    return _refusal(thinking.switch, THINKING[thinking.switch])
+    return _reserved(request)
 
 
 def _asks(request: Request, path: str, answer: Answer) -> bool:
     value = _value(request, path)
     if value is None or any(_same(value, neutral) for neutral in answer.neutral):
         return False
-    match path:
-        case "tools":
-            return getattr(request, "tool_choice", None) != "none"
-        case "best_of":
-            return not _same(value, request.n or 1)
-        case "response_format":
-            return not (isinstance(value, dict) and value.get("type") == "text")
-    return True
+    return path != "best_of" or not _same(value, request.n or 1)
 
 
 def _value(request: Request, path: str) -> Any:
@@ -171,11 +161,9 @@ def _refusal(path: str, answer: Answer) -> Refusal:
     return refuse("unsupported_parameter", path, f"{path} {state}: {advice}.")
 
 
-def _unknown_template_field(request: Request) -> Refusal | None:
-    """A template's own variable would change the prompt: it is not dropped in silence either."""
-    kwargs = request.chat_template_kwargs or {}
-    for name, value in kwargs.items():
-        path = f"chat_template_kwargs.{name}"
-        if value is not None and path not in THINKING:
-            return _refusal(path, THINKING["chat_template_kwargs"])
+def _reserved(request: Request) -> Refusal | None:
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if value is not None and name in RESERVED:
+            path = f"chat_template_kwargs.{name}"
+            return refuse("unsupported_parameter", path, f"{path} is set by the server: leave it out.")
     return None

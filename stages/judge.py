@@ -1,28 +1,44 @@
 """A body in, a verdict out: ``schema``, ``validate`` and ``compat`` in the order of the request table's guards.
 
+Then the readers: what the engine and the text stages need of a request that was not refused.
+
 That order is bad_json, unknown_model, bad_shape, refused_field; a refusal's code tells which it was (``invalid_json``,
 ``model_not_found``, ``unsupported_parameter`` for the last, any other for the shape).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from engine.protocol import Sampling
+from engine.protocol import Thinking as Bounds
+from stages.clients import Client, kind
 from stages.compat import refused_field
+from stages.constraint import wish
+from stages.offer import offered as offered  # with the other readers of a request
+from stages.offer import parallel as parallel
 from stages.refusal import Refusal
 from stages.schema import ChatRequest, Request, parse, shape
+from stages.thinking import TOP, Thinking, boolean, read
+from stages.validate import FORMATS, unknown_model, validate
 from stages.validate import Rules as Rules  # who calls judge needs it too
-from stages.validate import unknown_model, validate
 
 LARGEST = (1 << 31) - 1
 """Larger counts mean no more than this one, and the pipe's integers end at 64 bits."""
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: logits divided by less overflow."""
 
+OUTPUTS = ("json", "json_object", "regex", "choice")
+"""The forms inside ``structured_outputs`` (row E1)."""
+
 
 class Judged(msgspec.Struct, frozen=True):
-    """The verdict, one of ``request`` and ``refusal``, and the facts the runner posts. ``max_tokens`` 0: not asked."""
+    """The verdict, one of ``request`` and ``refusal``, and the facts the runner posts. ``max_tokens`` 0: not asked.
+
+    ``thinking``: what the request and the server's defaults say of it (section C). ``client``: who asks, and for what.
+    """
 
     request: Request | None = None
     refusal: Refusal | None = None
@@ -31,6 +47,9 @@ class Judged(msgspec.Struct, frozen=True):
     max_tokens: int = 0
     include_usage: bool | None = None
     stops: list[str] = []
+    choices: int = 1
+    thinking: Thinking = Thinking()
+    client: Client = Client("other", "")
 
 
 class Ending(msgspec.Struct, frozen=True):
@@ -48,7 +67,7 @@ class Ending(msgspec.Struct, frozen=True):
         return sorted({*self.stop_ids, *([] if self.ignore_eos else end_ids)})
 
 
-def judge(route: str, body: bytes, rules: Rules) -> Judged:
+def judge(route: str, body: bytes, rules: Rules, headers: Mapping[str, str] | None = None) -> Judged:
     """Judge a body of ``route`` ("chat" or "completions"). Never raises for what a client sent."""
     fields = parse(body)
     if isinstance(fields, Refusal):
@@ -59,7 +78,13 @@ def judge(route: str, body: bytes, rules: Rules) -> Judged:
     request = shape(route, fields)
     if isinstance(request, Refusal):
         return Judged(refusal=request)
-    return _judged(request, validate(request, rules) or refused_field(request))
+    thinking = read({name: getattr(request, name) for name in TOP}, rules.thinking)
+    malformed = thinking if isinstance(thinking, Refusal) else None
+    bound = wish(request)
+    unbound = bound if isinstance(bound, Refusal) else None
+    refusal = validate(request, rules) or malformed or refused_field(request) or unbound
+    client = kind(fields, headers or {})
+    return _judged(request, refusal, Thinking() if isinstance(thinking, Refusal) else thinking, client)
 
 
 def sampling(request: Request, seed: int) -> Sampling:
@@ -106,7 +131,49 @@ def stops(request: Request) -> list[str]:
     return [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
 
 
-def _judged(request: Request, refusal: Refusal | None) -> Judged:
+def choices(request: Request) -> int:
+    """How many answers to each prompt (row F11)."""
+    return request.n or 1
+
+
+def structured(request: Request) -> bool:
+    """Whether the answer is bound to a form, in whichever of row E1's fields."""
+    form, outputs = request.response_format or {}, request.structured_outputs or {}
+    asked = (request.guided_json, request.guided_regex, request.guided_choice, *map(outputs.get, OUTPUTS))
+    return form.get("type") not in (None, "text") or any(value not in (None, False) for value in asked)
+
+
+def shape_of(request: Request, rules: Rules, by_kind: str = "") -> str:
+    """Where the thinking goes: ``tags``, ``reasoning_content``, ``both`` or ``hidden``.
+
+    A wish to hide it, then a format the request names, then what a structured answer needs (row B8), then the format
+    of its client's kind (``by_kind``, row Q2), then the server's. ``auto`` names none.
+    """
+    inside = request.reasoning.get("exclude") if isinstance(request.reasoning, dict) else None
+    if boolean(request.include_reasoning) is False or boolean(inside) is True:
+        return "hidden"
+    named = FORMATS.get(request.reasoning_format or "auto", "auto")
+    if named != "auto":
+        return named
+    return "reasoning_content" if structured(request) else by_kind or rules.reasoning_format
+
+
+def budget(request: Request, thinking: Thinking, rules: Rules, state: str) -> Bounds:
+    """How the engine bounds the thinking (rows C3, C4, C8); ``state`` is that of the prompt (``stages/prompt.py``).
+
+    The answer keeps its reserve where the client asked for a budget, or for an answer of a form.
+    """
+    reserved = thinking.asked or structured(request)
+    return Bounds(
+        state=state,
+        cap=-1 if thinking.cap is None else min(thinking.cap, LARGEST),
+        reserve=min(rules.answer_reserve, LARGEST) if reserved else 0,
+        stall=rules.think_stall,
+        ngram=min(request.no_repeat_ngram_size or 0, LARGEST),
+    )
+
+
+def _judged(request: Request, refusal: Refusal | None, thinking: Thinking, client: Client) -> Judged:
     options = request.stream_options
     return Judged(
         request=None if refusal else request,
@@ -116,4 +183,7 @@ def _judged(request: Request, refusal: Refusal | None) -> Judged:
         max_tokens=0 if refusal else max_tokens(request),
         include_usage=options.include_usage if options else None,
         stops=[] if refusal else stops(request),
+        choices=1 if refusal else choices(request),
+        thinking=thinking,
+        client=client,
     )

@@ -24,12 +24,15 @@ user metadata store service_tier prompt_cache_key prompt_cache_retention prompt_
 prediction draft_temperature include_reasoning
 audio functions function_call web_search_options verbosity moderation suffix echo best_of
 presence_penalty frequency_penalty repetition_penalty no_repeat_ngram_size logit_bias logprobs top_logprobs
-tools tool_choice parallel_tool_calls description parameters
-response_format structured_outputs guided_json guided_regex guided_choice ignore_eos min_tokens stop_token_ids
-reasoning_format reasoning_effort reasoning effort enabled enable enable_thinking think thinking budget_tokens
+tools tool_choice parallel_tool_calls description parameters allowed_tools mode
+response_format structured_outputs json_schema schema strict json json_object regex choice
+guided_json guided_regex guided_choice ignore_eos min_tokens stop_token_ids
+reasoning_format exclude reasoning_effort reasoning effort enabled enable enable_thinking think thinking budget_tokens
 output_config thinking_config thinkingConfig thinkingBudget thinking_level thinkingLevel extra_body google nvext
 custom_params chat_template_kwargs chat_template_args max_reasoning_tokens thinking_budget thinking_token_budget
 thinking_budget_tokens reasoning_budget reasoning_budget_tokens max_thinking_tokens reasoning_tokens
+documents add_generation_prompt continue_final_message chat_template tokenize return_dict
+bos_token eos_token pad_token unk_token strftime_now raise_exception
 """
 KNOWN = frozenset(_NAMES.split())
 """Every name of ours that a ``param`` may hold; a test holds that no field of the table is missing here."""

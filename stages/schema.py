@@ -1,9 +1,9 @@
 """The body of a request as typed records.
 
 What this file knows: the JSON types of the fields, and how a wrong one is said. What it does not: ranges, roles and
-order (``validate``), and which fields are served (``compat``). Fields that are refused or not built yet are declared as
-``Any``: they arrive here untouched, so that ``compat`` can tell a neutral value from a wish. Fields without an entry
-here are dropped, which is how unknown ones pass (row A5).
+order (``validate``), and which fields are served (``compat``). Fields that are refused are declared as ``Any``: they
+arrive here untouched, so that ``compat`` can tell a neutral value from a wish; so do the thinking shapes, which
+``thinking`` types itself. Fields without an entry here are dropped, which is how unknown ones pass (row A5).
 """
 
 from __future__ import annotations
@@ -62,10 +62,14 @@ class ToolFunction(msgspec.Struct, frozen=True):
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """One offered tool."""
+    """One offered tool. Only its types are read here: what a template and a reader get is the client's own object."""
 
     type: str | None = None
     function: ToolFunction | None = None
+
+
+class _Tools(msgspec.Struct, frozen=True):
+    tools: list[Tool]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -98,14 +102,16 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
 
-    # of the design, not built yet: compat lets neutral values through
-    no_repeat_ngram_size: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    reasoning_format: Any = None
+    no_repeat_ngram_size: int | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+
+    reasoning_format: str | None = None
+    include_reasoning: Any = None
     reasoning_effort: Any = None
     reasoning: Any = None
     enable_thinking: Any = None
@@ -134,9 +140,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 
     messages: list[Message]
     modalities: list[str] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
@@ -161,7 +167,8 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
 
 Request = ChatRequest | CompletionRequest
 
-INTEGERS = ("max_tokens", "max_completion_tokens", "top_k", "seed", "n", "min_tokens", "stop_token_ids")
+_COUNTS = "max_tokens max_completion_tokens top_k seed n min_tokens stop_token_ids no_repeat_ngram_size"
+INTEGERS = tuple(_COUNTS.split())
 """Fields whose 1024.0 is read as 1024, in a list too."""
 
 # The hook reads 1e999 as infinity, so that a field's range check names it; without it the whole body would be at fault.
@@ -201,7 +208,7 @@ def parse(body: bytes) -> dict[str, Any] | Refusal:
         return refuse("invalid_json", None, _malformed(body, str(error)))
     if not isinstance(value, dict):
         return refuse("invalid_json", None, f"The body must be a JSON object, not {_got(value)}.")
-    if _deeper_than(value, MAX_DEPTH):
+    if deeper_than(value, MAX_DEPTH):
         return _deep()
     return {name: entry for name, entry in value.items() if entry is not None}
 
@@ -211,6 +218,8 @@ def shape(route: str, fields: dict[str, Any]) -> Request | Refusal:
     whole = {name: _whole(fields[name]) for name in INTEGERS if name in fields}
     try:
         if route == "chat":
+            if isinstance(fields.get("tools"), list):
+                msgspec.convert({"tools": fields["tools"]}, _Tools)
             return msgspec.convert(fields | whole, ChatRequest)
         return msgspec.convert(fields | whole, CompletionRequest)
     except msgspec.ValidationError as error:
@@ -227,7 +236,7 @@ def _deep() -> Refusal:
     return refuse("invalid_json", None, f"The body is nested more than {MAX_DEPTH} levels deep.")
 
 
-def _deeper_than(body: object, limit: int) -> bool:
+def deeper_than(body: object, limit: int) -> bool:
     """Whether containers lie more than ``limit`` levels inside each other; each round goes one level down."""
     level = [body]
     for _ in range(limit):

@@ -1,167 +1,288 @@
-"""Answer tokens to text: whole characters only, and no further than a stop string.
+"""Answer tokens to what a client gets: whole characters, cut at a stop, thinking apart, calls read.
 
-What this file knows: UTF-8 at byte level and stop strings. What it does not: what a token is, beyond its bytes.
+What this file knows: the order of the stages and where each of them acts. What it does not: how any of them works:
+``stream`` (characters), ``stops``, ``reasoning`` (thinking and answer), ``answer`` (the rest of it).
 
-Every token is judged by itself, so how a run's ids are cut into rounds changes nothing. Three rules (row F2 and the
-stops of A1):
-
-* a character goes out once its last byte is here; bytes that can belong to no character are dropped, and no
-  replacement character is made up for them;
-* a stop is found at the character that completes it: of several the one complete first, of those the longest. So the
-  text does not depend on where tokens begin;
-* text that may still become a stop is held, and no more than that.
+Every token is judged by itself, and each character goes through the stages in its turn, so how a run's ids are cut
+into rounds changes nothing. Where stops act (row B6): on the raw path everywhere, under a plan from the answer's first
+character on that is no newline, and in no open call on either. A stop that is complete before a call is known to have
+begun, or behind its ``</function>``, counts.
 """
 
 from __future__ import annotations
 
-import codecs
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
-_decoder = codecs.getincrementaldecoder("utf-8")
+from engine.protocol import Turn
+from stages.answer import Answer
+from stages.calls import CallOpened, Content, Delta, Reasoning, join, text_of
+from stages.reasoning import Run, Split, may_open
+from stages.stops import Stops
+from stages.stream import Stream
+from stages.toolcall import CallReader
+
+_MARKS = '<>={}:"`\n'
+"""The characters that may begin or end a call: behind any other, where nothing waits, the next stands where it did."""
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """How one answer is read.
+
+    ``shape``: tags, reasoning_content, both or hidden. ``state``: as in ``protocol.Thinking``. ``tools``: the offered
+    ones as OpenAI writes them; none: calls are not read. ``parallel``: more than one call (D6). ``plan``: stops in the
+    answer only (B6), a lone closing tag (B7) and calls that nobody offered (D7) are cut. ``blank_line``: B9, and only
+    for a stream.
+    """
+
+    stops: list[str] = []
+    shape: str = "tags"
+    state: str = "off"
+    tools: list[dict[str, Any]] | None = None
+    parallel: bool = True
+    plan: bool = False
+    blank_line: bool = False
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What a push let go. ``parts``: one text a token that let some go. ``n``: answer tokens judged so far.
+    """What a push let go. ``parts``: the deltas of each token that let some go. ``n``: answer tokens judged so far.
 
     ``stopped``: a stop string is complete; ``n`` then counts the tokens through the one that completed it and ``keep``
     those that lie wholly before it (0 otherwise).
 
     For what is told of single tokens: ``through``, by part: the answer tokens that lie wholly in the text sent with it;
     ``shown``: the same count after the last part (at the end without a stop all: nothing of them is to come);
-    ``starts``: by token judged in this push, the characters in front of it.
+    ``starts``: by token judged in this push, the characters in front of it, the tags we add among them.
+
+    ``reasoning``: tokens of the thinking so far, through its closing tag. ``closed``, ``closed_at``: why and at which
+    token it closed, if it did in this push. ``opened_calls``, ``closed_calls``: calls sent, and those of them that are
+    whole. ``open_call``: the text ends inside a call (D10). ``dropped_calls``: those cut from the content (D1, D6, D7).
+    ``lost_calls``: those written in a block that never closed, known at the end (D1).
     """
 
-    parts: list[str]
+    parts: list[list[Delta]]
     n: int
     stopped: bool = False
     keep: int = 0
     through: list[int] = []
     shown: int = 0
     starts: list[int] = []
+    reasoning: int = 0
+    closed: str = ""
+    closed_at: int = -1
+    opened_calls: int = 0
+    closed_calls: int = 0
+    open_call: bool = False
+    dropped_calls: int = 0
+    lost_calls: int = 0
 
     @property
     def characters(self) -> int:
         """Characters in ``parts``."""
-        return sum(len(part) for part in self.parts)
+        return sum(_size(delta) for part in self.parts for delta in part)
 
 
-class _Stop:
-    """A stop string and how much of it the text ends with.
-
-    Knuth, Morris and Pratt's walk: a character costs the same however long the stop is, and whatever the model writes.
-    """
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.matched = 0
-        self._back = [0]  # by matched length - 1: the next shorter start of the stop that it ends with
-
-    def take(self, char: str) -> bool:
-        """Walk one character on; whether it completes the stop."""
-        while self.matched and self.text[self.matched] != char:
-            self.matched = self._back[self.matched - 1]
-        if self.text[self.matched] == char:
-            self.matched += 1
-            self._learn()
-        return self.matched == len(self.text)
-
-    def _learn(self) -> None:
-        for at in range(len(self._back), self.matched):
-            back = self._back[at - 1]
-            while back and self.text[at] != self.text[back]:
-                back = self._back[back - 1]
-            self._back.append(back + 1 if self.text[at] == self.text[back] else back)
+def _size(delta: Delta) -> int:
+    return len(delta.name) if isinstance(delta, CallOpened) else len(text_of(delta))
 
 
 class TextStage:
     """The text of one run. ``pieces``: the bytes of each token id; ids beyond them have none."""
 
-    def __init__(self, pieces: list[bytes], stops: list[str]) -> None:
-        self._pieces = pieces
-        self._stops = [_Stop(stop) for stop in stops]
-        self._utf8 = _decoder(errors="ignore")
-        self._held = ""
-        self._sent = 0  # characters let go
-        self._ends: list[int] = []  # by token: the characters its bytes, and all before it, reach into
+    def __init__(self, pieces: list[bytes], reading: Reading) -> None:
+        self._reading = reading
+        self._stream = Stream(pieces)
+        self._stops = Stops(reading.stops)
+        self._split = Split(reading.shape, reading.state, reading.blank_line)
+        self._answer = Answer(reading.tools, reading.parallel, reading.plan)
+        self._thinking = reading.state == "open"
+        self._first = 0  # the token that opened the block
+        self._last: Turn | None = None  # the close
+        self._undecided = reading.plan and reading.state == "may" and bool(self._stops)
+        self._begun = not reading.plan  # stops act: the answer's blank lines are over
+        self._wait = ""  # under a plan: what may become an opening tag, in which no stop acts
+        self._held = ""  # what may become a stop
+        self._turns: list[tuple[int, Turn]] = []  # those in the held text, with their places
+        self._passed = 0  # characters that stops let go
+        self._out: list[Delta] = []
+        self._log: list[str] | None = [] if reading.tools else None  # the thinking, for calls lost in it
         self._shown = 0  # tokens wholly in what was let go
-        self._starts: list[int] = []  # by token of this push: characters in front of it
-        self._open = 0  # the last tokens whose bytes end inside a character
-        self._stopped = False
+        self._stopped = self._over = False
         self._keep = 0
+        self._lost = 0
 
-    def push(self, ids: list[int]) -> Piece:
-        """Judge the next answer tokens. After a stop nothing more is judged."""
-        parts, through = [], []
-        self._starts = []
+    def push(self, ids: list[int], turns: Sequence[Turn] = ()) -> Piece:
+        """Judge the next answer tokens; ``turns``: those that they complete. After a stop nothing more is judged."""
+        parts, through, starts, before = [], [], list[int](), self._last
         for token in ids:
-            if self._stopped:
+            if self._over:
                 break
-            part = self._token(self._pieces[token] if 0 <= token < len(self._pieces) else b"")
-            if part:
-                parts.append(part)
+            starts.append(self._stream.chars + self._split.added)
+            at = len(self._stream.ends)
+            self._token(self._stream.written(token), [turn for turn in turns if turn.at == at] if turns else [])
+            if self._out:
+                parts.append(self._flush())
                 through.append(self._show())
-        return self._piece(parts, through)
+        closed = self._last if self._last is not before else None
+        return self._piece(parts, through, starts, closed)
 
     def finish(self) -> Piece:
-        """No token follows: what was held is text after all, and a character still open is none."""
-        part = self._release(len(self._held))
-        self._starts = []
+        """No token follows: what was held is what it looks like, and a character still open is none."""
+        if self._undecided:
+            wait, self._wait, self._undecided = self._wait, "", False
+            self._judge(wait)
+        if not self._over:
+            self._end()
         if not self._stopped:
-            self._shown = len(self._ends)
-        return self._piece([part], [self._shown]) if part else self._piece([], [])
+            self._shown = len(self._stream.ends)
+        return self._piece([self._flush()], [self._show()], []) if self._out else self._piece([], [], [])
 
-    def _piece(self, parts: list[str], through: list[int]) -> Piece:
-        return Piece(parts, len(self._ends), self._stopped, self._keep, through, self._show(), self._starts)
+    def _piece(
+        self, parts: list[list[Delta]], through: list[int], starts: list[int], closed: Turn | None = None
+    ) -> Piece:
+        answer = self._answer
+        return Piece(
+            parts, len(self._stream.ends), self._stopped, self._keep, through, self._show(), starts, self._reasoning(),
+            closed.reason if closed else "", closed.at if closed else -1, answer.opened, answer.closed,
+            answer.open, answer.dropped, self._lost,
+        )  # fmt: skip
+
+    def _reasoning(self) -> int:
+        if self._last:
+            return self._last.at + 1 - self._first
+        return len(self._stream.ends) - self._first if self._thinking else 0
+
+    def _flush(self) -> list[Delta]:
+        out, self._out = self._out, []
+        return join(out) if len(out) > 1 else out
 
     def _show(self) -> int:
         """Count on over the tokens that lie wholly in what was let go. A stop's ``keep`` is the last such count."""
-        while self._shown < len(self._ends) and self._ends[self._shown] <= self._sent:
+        ends = self._stream.ends
+        sent = self._passed if self._over else self._passed - self._split.held - self._answer.held
+        while self._shown < len(ends) and ends[self._shown] <= sent:
             self._shown += 1
         return self._shown
 
-    def _token(self, data: bytes) -> str:
-        text = self._decode(data)
-        before = len(self._held)
-        self._held += text
-        if not self._stops:
+    # One token
+
+    def _token(self, data: bytes, turns: list[Turn]) -> None:
+        if not turns:
+            return self._read(self._stream.push(data)[0])
+        texts = self._stream.push(data, [len(data) - turn.tail for turn in turns])
+        place = self._stream.chars - sum(map(len, texts))
+        for text, turn in zip(texts, turns, strict=False):
+            place += len(text)
+            self._turn(text, turn, place)
+        return self._read(texts[-1])
+
+    def _turn(self, text: str, turn: Turn, place: int) -> None:
+        """Text through the end of a tag. Under a plan no stop acts in it; else it may be part of one."""
+        if self._over:
+            return
+        if self._undecided:
+            self._undecided, self._wait, text = False, "", self._wait + text
+        self._turns.append((place, turn))
+        if self._reading.plan:
+            self._held += text
+        else:
+            self._judge(text)
+        if self._reading.plan or not turn.size:  # a tag without characters stands between those beside it all the same
+            self._stops.forget()
+            self._release(len(self._held))
+        if not self._over:
+            self._thinking = turn.kind == "opened"
+            self._first = turn.at if self._thinking else self._first
+            self._last = None if self._thinking else turn
+
+    def _read(self, text: str) -> None:
+        if self._over:
+            return
+        if self._undecided:
+            self._wait += text
+            if may_open(self._wait):
+                return
+            self._undecided, self._wait, text = False, "", self._wait
+        self._judge(text)
+
+    # Stops
+
+    def _judge(self, text: str) -> None:
+        """Let text go as far as no stop may begin in it; where calls are read, character by character around marks."""
+        if not self._stops or (self._reading.plan and self._thinking):
+            self._held += text
             return self._release(len(self._held))
-        for end, char in enumerate(text, before + 1):
-            complete = [len(stop.text) for stop in self._stops if stop.take(char)]
-            if complete:
-                return self._stop_at(end - max(complete))
-        return self._release(len(self._held) - max(stop.matched for stop in self._stops))
+        for char in text:
+            silent = self._silent(char)
+            if silent:
+                self._stops.forget()
+            size = 0 if silent else self._stops.take(char)
+            self._held += char
+            if size:
+                return self._stop(len(self._held) - size)
+            if self._answer.reader and (char in _MARKS or self._answer.held):
+                self._release(len(self._held) - self._stops.matched)
+        return self._release(len(self._held) - self._stops.matched)
 
-    def _stop_at(self, start: int) -> str:
+    def _silent(self, char: str) -> bool:
+        """Whether no stop acts on this character: in the blank lines before the answer, or in a call."""
+        self._begun = self._begun or char != "\n"
+        inside = self._begun and self._answer.inside(char)
+        if inside:
+            self._release(len(self._held))
+        return inside or not self._begun
+
+    def _stop(self, start: int) -> None:
         """The stop begins at ``start`` in the held text: what stands before it is the last there is to say."""
-        self._stopped = True
-        self._keep = sum(1 for reach in self._ends if reach <= self._sent + start)
-        part = self._release(start)
-        self._held = ""
-        return part
+        place = self._passed + start
+        self._keep = sum(1 for reach in self._stream.ends if reach <= place)
+        self._release(start)
+        self._held, self._turns, self._stopped = "", [], True
+        self._end()
 
-    def _decode(self, data: bytes) -> str:
-        """The characters ``data`` completes; notes how far into the text the token reaches."""
-        before, _ = self._utf8.getstate()
-        text = self._utf8.decode(data)
-        after, _ = self._utf8.getstate()
-        at = self._sent + len(self._held)
-        self._starts.append(at)
-        whole = before + data
-        if before and after != whole:  # the open character is complete, or its bytes were dropped
-            if not (text and whole.startswith(text[0].encode())):
-                self._reach_back(at)
-            self._open = 0
-        self._ends.append(at + len(text) + (1 if after else 0))
-        self._open = self._open + 1 if after else 0
+    def _release(self, count: int) -> None:
+        """Let the next ``count`` characters on, in the parts that turns make of them."""
+        until = self._passed + count
+        while self._turns and self._turns[0][0] <= until:
+            place, turn = self._turns.pop(0)
+            self._say(self._split.turn(self._pass(place), turn.kind, turn.size))
+            self._log = self._log if turn.kind == "opened" else None
+        if text := self._pass(until):
+            if self._log is not None and self._split.state == "open":
+                self._log.append(text)
+            self._say(self._split.push(text))
+
+    def _pass(self, place: int) -> str:
+        """The held text up to a place."""
+        count = place - self._passed
+        text, self._held = self._held[:count], self._held[count:]
+        self._passed = place
         return text
 
-    def _reach_back(self, at: int) -> None:
-        """Tokens that ended in bytes now dropped end where the text stood."""
-        for index in range(len(self._ends) - self._open, len(self._ends)):
-            self._ends[index] = at
+    # What is said
 
-    def _release(self, count: int) -> str:
-        part, self._held = self._held[:count], self._held[count:]
-        self._sent += count
-        return part
+    def _say(self, runs: Iterable[Run]) -> None:
+        for where, text in runs:
+            if where == "answer":
+                self._out += self._answer.push(text)
+            else:
+                self._out.append(Content(text) if where == "content" else Reasoning(text))
+
+    def _end(self) -> None:
+        """Nothing follows, in this order: what each stage still holds."""
+        self._over = True
+        self._release(len(self._held))
+        self._lost = self._count_lost() if self._split.state == "open" else 0
+        self._say(self._split.finish())
+        self._out += self._answer.finish()
+
+    def _count_lost(self) -> int:
+        """D1: calls in a block that never closed; they are part of the thinking."""
+        if not self._log:
+            return 0
+        reader = CallReader(self._reading.tools or [])
+        reader.push("".join(self._log))
+        reader.finish()
+        return reader.complete

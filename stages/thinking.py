@@ -1,7 +1,7 @@
 """Every thinking shape of a request, read into one: whether the model thinks, and under which cap (section C).
 
 What this file knows: the names clients use, their order, what a word is worth. What it does not: how a cap is kept
-(the engine's work) and whether the served model can think at all (``compat`` refuses what is not there).
+(the engine's work) and whether the served model thinks at all: where it does not, a wish for thinking asks for nothing.
 
 The tables are the specification as data. Order is theirs, never that of a body's keys; null is absent everywhere.
 """
@@ -92,8 +92,10 @@ CAPS: dict[str, int] = {"minimal": 512, "low": 1024, "medium": 8192, "high": 245
 OFF_WORDS = ("none", "off")
 DEFAULT_WORDS = ("auto", "default", "on")
 """As the server's default: its cap, and its switch, except that under a default of off they turn thinking on (C0)."""
-EFFORTS = ("none", *CAPS, "max", "ultra", *DEFAULT_WORDS, "off")
-"""Every word of row C1. ``max`` and ``ultra`` have no cap."""
+AMOUNTS = (*CAPS, "max", "ultra")
+"""Words that say how much; the last two have no cap."""
+EFFORTS = ("none", *AMOUNTS, *DEFAULT_WORDS, "off")
+"""Every word of row C1."""
 
 OBJECTS = ("chat_template_kwargs", "chat_template_args", "reasoning", "thinking", "output_config", "nvext")
 CONTAINERS = (*OBJECTS, "custom_params", "extra_body", "extra_body.google", *GOOGLE)
@@ -167,6 +169,12 @@ def read(fields: Mapping[str, object], defaults: Defaults = DEFAULTS) -> Thinkin
         return Thinking(False, None, asked, switch, "", switch)
     cap, source, note = _budget(said, defaults)
     return Thinking(on, cap, asked, source or switch, note, switch)
+
+
+def effort(fields: Mapping[str, object]) -> str:
+    """The first word that asks for an amount of thinking, for templates that read one; "" where none does."""
+    words = (at(fields, path) for path in WORDS)
+    return next((word for word in words if isinstance(word, str) and word in AMOUNTS), "")
 
 
 def at(fields: Mapping[str, object], path: str) -> Any:
@@ -272,7 +280,7 @@ def _take(said: _Said, path: str, value: object) -> Refusal | None:
         return _take_number(said, path, value)
     if path == "thinking.type":
         return _take_type(said, path, value)
-    if path in SWITCHES and (path not in WORDS or _boolean(value) is not None):
+    if path in SWITCHES and (path not in WORDS or boolean(value) is not None):
         return _take_switch(said, path, value)
     return _take_word(said, path, value)
 
@@ -294,14 +302,14 @@ def _no_cap(least: int) -> str:
 
 
 def _take_switch(said: _Said, path: str, value: object) -> Refusal | None:
-    boolean = _boolean(value)
-    if boolean is None:
+    switch = boolean(value)
+    if switch is None:
         return refuse("invalid_type", path, f"{path} must be true or false.")
-    said.switches[path] = boolean
+    said.switches[path] = switch
     return None
 
 
-def _boolean(value: object) -> bool | None:
+def boolean(value: object) -> bool | None:
     """A boolean, also one written as a string."""
     if isinstance(value, str):
         return BOOLEANS.get(value)

@@ -12,7 +12,7 @@ a call while it is still a prefix of the one before, and a code fence that so fa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ _MARK = re.compile(r"[<`{]")
 _VALUE_MARK = re.compile(r"\n?<|\n\Z")
 _FENCE = re.compile(r"(`{3,})[^`\n]{0,40}\n")
 _FENCE_END = re.compile(r"`+[ \t]*")
+_BEGUN = re.compile(r"<[ \t]*(?:tool_call[ \t]*>|function[ \t]*=)|\{\s*\"name\"\s*:")
 _FENCE_START = re.compile(r"`{1,2}\Z|`{3,}[^`\n]{0,40}\Z")
 
 
@@ -56,7 +57,7 @@ class _Fence(msgspec.Struct):
 class CallReader:
     """Reads one answer. ``tools``: the offered tools, as OpenAI writes them; ``parallel``: more than one call (D6)."""
 
-    def __init__(self, tools: list[Mapping[str, Any]], parallel: bool = True) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> None:
         functions = [tool.get("function") or {} for tool in tools]
         self._tools = {str(tool["name"]): kinds(tool.get("parameters")) for tool in functions if "name" in tool}
         self._names = list(self._tools)
@@ -90,6 +91,20 @@ class CallReader:
     def open(self) -> bool:
         """D10: whether the text ended inside a call; sure after ``finish``."""
         return self._unread or self._step in (self._json, self._skip) or self._gate.busy
+
+    def inside(self, char: str) -> bool:
+        """B6, B7: whether ``char``, the next one, stands in a call; behind a mark that may begin one it does so too."""
+        if self._step != self._text:
+            return True
+        begun = _BEGUN.match(self._buf)
+        if begun is None or begun[0][-1] != ">" or self._buf[begun.end() :].strip():
+            return begun is not None
+        return char.isspace() or char in "<{"
+
+    @property
+    def held(self) -> int:
+        """Characters that nothing was said of yet."""
+        return len(self._buf) + len(self._fence.raw if self._fence else self._gap)
 
     def push(self, text: str) -> list[Delta]:
         """Read on; what is certain now."""

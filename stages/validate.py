@@ -11,13 +11,29 @@ from typing import Any
 
 import msgspec
 
+from stages.offer import malformed
 from stages.refusal import Refusal, quoted, refuse
-from stages.schema import ChatRequest, CompletionRequest, Message, Part, Request, Tool
+from stages.schema import ChatRequest, CompletionRequest, Message, Part, Request
+from stages.thinking import DEFAULTS, Defaults, boolean
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SYSTEM = ("system", "developer")
 MAX_STOPS = 16
 MAX_CHOICES = 16
+MAX_PROMPTS = 16
+FORMATS = {
+    "tags": "tags",
+    "none": "tags",
+    "raw": "tags",
+    "reasoning_content": "reasoning_content",
+    "deepseek": "reasoning_content",
+    "parsed": "reasoning_content",
+    "both": "both",
+    "deepseek-legacy": "both",
+    "hidden": "hidden",
+    "auto": "auto",
+}
+"""Every word of ``reasoning_format`` (rows B1 to B3, B10), and the one of ours it means; ``auto``: the server's."""
 CHAT_LOGPROBS = (0, 20)
 COMPLETION_LOGPROBS = (0, 5)
 PENALTIES = (-2, 2)
@@ -33,15 +49,28 @@ class Rules(msgspec.Struct, frozen=True):
 
     strict_model: bool = False
     model: str = ""
+    mid_system: str = "refuse"
+    """``refuse`` or ``fold``: system messages after the conversation began (row A12)."""
+    reasoning_format: str = "tags"
+    """``tags``, ``reasoning_content`` or ``both``, where a request names none (rows B1 to B3)."""
+    thinking: Defaults = DEFAULTS
+    answer_reserve: int = -1
+    """Tokens kept for the answer (row C4): 0 none, -1 ``auto``."""
+    think_stall: bool = True
+    plan: bool = True
+    """Whether a plan is on (row Q1); without one it is the raw path."""
 
 
 def validate(request: Request, rules: Rules) -> Refusal | None:
     """The first fault of the request's shape, None when it is well formed."""
     return (
         unknown_model(request.model, rules)
-        or (_chat(request) if isinstance(request, ChatRequest) else _completion(request))
+        or (_chat(request, rules) if isinstance(request, ChatRequest) else _completion(request))
         or _limits(request)
         or _ranges(request)
+        or _one_stream(request)
+        or _format(request.reasoning_format)
+        or _hiding(request)
         or _stop(request.stop)
         or _logprobs(request)
     )
@@ -56,11 +85,11 @@ def unknown_model(name: object, rules: Rules) -> Refusal | None:
     return refuse("model_not_found", "model", f"There is no model {quoted(name)}.") if isinstance(name, str) else None
 
 
-def prompt_of(request: CompletionRequest) -> str | list[int] | Refusal:
-    """The one prompt: a text or token ids. A list of exactly one of either counts as one."""
+def prompts_of(request: CompletionRequest) -> list[str | list[int]] | Refusal:
+    """The prompts, at least one, each a text or token ids. A list of exactly one of either counts as one."""
     prompt = request.prompt
     if isinstance(prompt, str):
-        return prompt or _empty_prompt()
+        return [prompt] if prompt else _empty_prompt()
     if not prompt:
         return _empty_prompt()
     if len({type(item) for item in prompt}) > 1:
@@ -69,25 +98,28 @@ def prompt_of(request: CompletionRequest) -> str | list[int] | Refusal:
         )
     ids = [item for item in prompt if isinstance(item, int)]
     if ids:
-        return ids
-    if len(prompt) > 1:
-        return refuse(
-            "unsupported_parameter", "prompt", "A prompt that is a list of prompts is not supported yet: send one."
-        )
-    only = prompt[0]
-    return only if only and not isinstance(only, int) else _empty_prompt()
+        return [ids]
+    if len(prompt) > MAX_PROMPTS:
+        return refuse("invalid_value", "prompt", f"prompt must hold at most {MAX_PROMPTS} prompts.")
+    prompts = [item for item in prompt if not isinstance(item, int)]
+    empty = next((index for index, item in enumerate(prompts) if not item), None)
+    return prompts if empty is None else _empty_prompt(prompt_name(len(prompts), empty))
+
+
+def prompt_name(prompts: int, index: int) -> str:
+    """What a refusal calls one of so many prompts."""
+    return "prompt" if prompts == 1 else f"prompt[{index}]"
 
 
 # -- chat ----------------------------------------------------------------------------------------------------------
 
 
-def _chat(request: ChatRequest) -> Refusal | None:
+def _chat(request: ChatRequest, rules: Rules) -> Refusal | None:
     return (
         _messages(request.messages)
-        or _order(request.messages)
+        or _order(request.messages, rules)
         or _modalities(request.modalities)
-        or _tools(request.tools)
-        or _tool_choice(request)
+        or malformed(request)
     )
 
 
@@ -127,14 +159,14 @@ def _part(path: str, part: Part) -> Refusal | None:
     return refuse("invalid_value", f"{path}.type", f"{quoted(part.type)} is not a type of part: use 'text'.")
 
 
-def _order(messages: list[Message]) -> Refusal | None:
+def _order(messages: list[Message], rules: Rules) -> Refusal | None:
     """Row A6: what the messages must hold together. Called once every role is known."""
     roles = [message.role for message in messages]
     begun = next((index for index, role in enumerate(roles) if role not in SYSTEM), None)
     if begun is None:
         return refuse("invalid_value", "messages", "messages holds a system prompt alone: add a user message.")
     for index in range(begun, len(roles)):
-        if roles[index] in SYSTEM:
+        if roles[index] in SYSTEM and rules.mid_system == "refuse":
             text = f"A {roles[index]} message cannot stand after the conversation began: put it first."
             return refuse("invalid_value", f"messages[{index}].role", text)
     if "tool" in roles and "user" not in roles:
@@ -149,38 +181,16 @@ def _modalities(modalities: list[str] | None) -> Refusal | None:
     return refuse("unsupported_value", "modalities", f"The modality {quoted(other)} is not supported: only 'text' is.")
 
 
-def _tools(tools: list[Tool] | None) -> Refusal | None:
-    for index, tool in enumerate(tools or []):
-        name = f"tools[{index}].function.name"
-        if tool.function is None:
-            return refuse("missing_required_parameter", name, f"{name} is missing.")
-        if not tool.function.name:
-            return refuse("invalid_value", name, f"{name} is empty.")
-    return None
-
-
-def _tool_choice(request: ChatRequest) -> Refusal | None:
-    """Without tools nothing can be required or named (row D5)."""
-    choice = request.tool_choice
-    if request.tools or choice in (None, "none", "auto"):
-        return None
-    if choice == "required" or isinstance(choice, dict):
-        return refuse("invalid_value", "tool_choice", "tool_choice asks for a tool, but tools offers none.")
-    if isinstance(choice, str):
-        return refuse("invalid_value", "tool_choice", f"{quoted(choice)} is not a tool choice.")
-    return refuse("invalid_type", "tool_choice", "tool_choice must be a string or an object.")
-
-
 # -- both routes ---------------------------------------------------------------------------------------------------
 
 
 def _completion(request: CompletionRequest) -> Refusal | None:
-    prompt = prompt_of(request)
-    return prompt if isinstance(prompt, Refusal) else None
+    prompts = prompts_of(request)
+    return prompts if isinstance(prompts, Refusal) else None
 
 
-def _empty_prompt() -> Refusal:
-    return refuse("invalid_value", "prompt", "prompt is empty.")
+def _empty_prompt(name: str = "prompt") -> Refusal:
+    return refuse("invalid_value", name, f"{name} is empty.")
 
 
 def _limits(request: Request) -> Refusal | None:
@@ -200,7 +210,8 @@ def _ranges(request: Request) -> Refusal | None:
         or _within("presence_penalty", request.presence_penalty, *PENALTIES)
         or _within("frequency_penalty", request.frequency_penalty, *PENALTIES)
         or _repetition(request.repetition_penalty)
-        or _min_tokens(request.min_tokens)
+        or _counted("min_tokens", request.min_tokens)
+        or _counted("no_repeat_ngram_size", request.no_repeat_ngram_size)
         or _top_k(request.top_k)
         or _biases(request.logit_bias or {})
     )
@@ -235,10 +246,31 @@ def _repetition(value: float | None) -> Refusal | None:
     return refuse("invalid_value", "repetition_penalty", "repetition_penalty must be over 0; 1 turns it off.")
 
 
-def _min_tokens(value: int | None) -> Refusal | None:
-    if value is None or value >= 0:
+def _counted(name: str, value: int | None) -> Refusal | None:
+    return None if value is None or value >= 0 else refuse("invalid_value", name, f"{name} must be at least 0.")
+
+
+def _one_stream(request: Request) -> Refusal | None:
+    """Row A1: a stream holds one choice."""
+    if not request.stream or (request.n or 1) == 1:
         return None
-    return refuse("invalid_value", "min_tokens", "min_tokens must be at least 0.")
+    return refuse("unsupported_value", "n", "n over 1 is not supported with stream: set n to 1 or stream to false.")
+
+
+def _format(word: str | None) -> Refusal | None:
+    if word is None or word in FORMATS:
+        return None
+    text = f"reasoning_format {quoted(word)} is unknown: use one of {', '.join(FORMATS)}."
+    return refuse("invalid_value", "reasoning_format", text)
+
+
+def _hiding(request: Request) -> Refusal | None:
+    """Row B10: the two switches that hide the thinking. What ``reasoning`` else holds is read by ``thinking``."""
+    inside = request.reasoning.get("exclude") if isinstance(request.reasoning, dict) else None
+    for name, value in (("include_reasoning", request.include_reasoning), ("reasoning.exclude", inside)):
+        if value is not None and boolean(value) is None:
+            return refuse("invalid_type", name, f"{name} must be true or false.")
+    return None
 
 
 def _biases(biases: dict[str, Any]) -> Refusal | None:

@@ -4,7 +4,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,11 +12,36 @@ DATA = Path(os.environ.get("TANDEM_DATA", Path(__file__).resolve().parents[2] / 
 ROUTES = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 
 
+class Sent(NamedTuple):
+    """One captured request with a JSON body. ``route``: chat, completions, or "" for one of another route."""
+
+    route: str
+    file: str
+    line: int
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+
+
 def needed(name: str) -> Path:
     path = DATA / name
     if not path.exists():
         pytest.skip(f"{path} is absent: set TANDEM_DATA to the data folder")
     return path
+
+
+@cache
+def sent() -> tuple[Sent, ...]:
+    """Every captured request with a JSON object as its body, with the file and the line it stands in, from 0."""
+    found = []
+    for file in sorted(needed("captures").rglob("*.jsonl")):
+        for line, text in enumerate(file.read_text().splitlines()):
+            entry = json.loads(text)
+            path, body = entry.get("path", ""), entry.get("body")
+            if isinstance(body, dict) and "_raw" not in body:
+                route = ROUTES.get(path, "")
+                found.append(Sent(route, file.name, line, path, body, dict(entry["headers"])))
+    return tuple(found)
 
 
 @cache

@@ -15,6 +15,7 @@ from pipeline.http.serve import serve
 from pipeline.outbox import Comment, End, Outbox, Text
 from pipeline.outcomes import CODES
 from pipeline.settings import Settings
+from stages.calls import Content
 
 NAME = "0123456789abcdef01234567"
 PIECES = ["Hel", "lo", " wörld", '\n\u2028"x"']
@@ -36,7 +37,7 @@ class FakeCall:
         return self.wanted
 
     def text(self, *pieces: str) -> bool:
-        return self.outbox.put(Text(list(pieces)), time.monotonic())
+        return self.outbox.put(Text([[Content(piece)] for piece in pieces]), time.monotonic())
 
     def line(self, text: str) -> None:
         self.outbox.put(Comment(text), time.monotonic())
@@ -72,7 +73,7 @@ class FakeRunner:
         self.gone = asyncio.Event()
         self.more: dict[str, Any] = {}
 
-    def receive(self, route: str, body_bytes: int) -> FakeCall:
+    def receive(self, route: str, body_bytes: int, headers: Any = None) -> FakeCall:
         call = FakeCall(len(self.calls) + 1, route)
         self.calls.append(call)
         if self.refuse:

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.effects import Finish
 from pipeline.outbox import End, Text
+from stages.calls import Content
 from stages.logprobs import Entry
 from tests.fake_runner import CHAT, COMPLETIONS, FakeCall, FakeRunner, events
 from tests.openai_schemas import check
@@ -26,8 +27,8 @@ FIRST, OPEN, CLOSE, LEFT = (
 def answer(call: FakeCall, _body: bytes) -> None:
     """Three pieces; the second token is told with the last of them, one token with the end."""
     call.alternatives = 2
-    call.outbox.put(Text(["Hel", "€"], [[FIRST], [OPEN, CLOSE]]), time.monotonic())
-    call.outbox.put(Text(["!"], [[]]), time.monotonic())
+    call.outbox.put(Text([[Content("Hel")], [Content("€")]], [[FIRST], [OPEN, CLOSE]]), time.monotonic())
+    call.outbox.put(Text([[Content("!")]], [[]]), time.monotonic())
     figures = Finish(request=call.request, finish="stop", opened=True, prompt_tokens=1, completion_tokens=4)
     call.outbox.put(End(figures, logprobs=[LEFT]), time.monotonic())
 

@@ -5,12 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.protocol import Sampling, Start, encoder
-from stages.judge import LARGEST, Ending, ending, judge, logprobs, sampling
+from engine.protocol import Thinking as Bounds
+from stages.constraint import wish
+from stages.judge import (
+    LARGEST,
+    Ending,
+    budget,
+    choices,
+    ending,
+    judge,
+    logprobs,
+    offered,
+    parallel,
+    sampling,
+    shape_of,
+    structured,
+)
 from stages.schema import decode
+from stages.thinking import Defaults, Thinking
 from stages.validate import Rules
 from tests.captures import captured
 from tests.test_refusal import error_bytes
-from tests.test_schema import names, routes, values
+from tests.test_schema import broken, names, routes, values
 
 HI = [{"role": "user", "content": "hi"}]
 STRICT = Rules(strict_model=True, model="smol")
@@ -34,6 +50,8 @@ def test_order():
     assert code(body(model="smol", audio={})) == "unsupported_parameter"
     assert code(body(model="smol")) is None
     assert code(body(model=5)) == "invalid_type"
+    assert judge("chat", body(think=5, audio={}), Rules()).refusal.param == "think"
+    assert judge("chat", body(think=5, n=0), Rules()).refusal.param == "n"
 
 
 def test_facts():
@@ -135,9 +153,25 @@ def test_any_object(route, fields):
     else:
         ends = ending(judged.request)
         start = Start(
-            1, 1, 0, [1], sampling(judged.request, 5), judged.max_tokens, list(ends.stop_ids), 0, ends.min_tokens
-        )
+            1, 1, 0, [1], sampling(judged.request, 5), judged.max_tokens, list(ends.stop_ids), 0, ends.min_tokens,
+            thinking=budget(judged.request, judged.thinking, Rules(), "may"),
+        )  # fmt: skip
         encoder.encode(start)
+
+
+@given(broken)
+def test_captured_and_broken(sent):
+    """A6: a real body with one value replaced gets a verdict, and what is served can be read by every reader."""
+    route, given_body = sent
+    judged = judge(route, json.dumps(given_body).encode(), Rules())
+    if judged.refusal:
+        assert error_bytes(judged.refusal) < 2048
+        return
+    request = judged.request
+    assert 1 <= choices(request) == judged.choices <= 16
+    assert shape_of(request, Rules()) in ("tags", "reasoning_content", "both", "hidden")
+    assert -1 <= budget(request, judged.thinking, Rules(), "open").cap <= LARGEST
+    assert isinstance(offered(request), list | None) and isinstance(parallel(request), bool)
 
 
 @given(routes, st.binary(max_size=100))
@@ -147,7 +181,158 @@ def test_any_bytes(route, data):
 
 
 def test_captured():
-    """A5: a real client's body is served, or names a field that is to come."""
+    """A10: every body of a real client is served."""
     for route, file, captured_body in captured():
-        refusal = judge(route, msgspec.json.encode(captured_body), Rules()).refusal
-        assert refusal is None or refusal.code == "unsupported_parameter", (file, refusal)
+        assert judge(route, msgspec.json.encode(captured_body), Rules()).refusal is None, file
+
+
+# -- thinking --------------------------------------------------------------------------------------------------------
+
+
+def test_thinking():
+    """C0: the verdict says what the request and the server's defaults make of thinking."""
+    off = Rules(thinking=Defaults(thinking="off"))
+    assert judge("chat", body(), Rules()).thinking == Thinking()
+    assert judge("chat", body(), off).thinking.on is False
+    asked = judge("completions", body(thinking_budget=5), off).thinking
+    assert (asked.on, asked.cap, asked.asked) == (True, 5, True)
+    refused = judge("chat", body(thinking_budget=-5), Rules())
+    assert (refused.refusal.code, refused.refusal.param) == ("invalid_value", "thinking_budget")
+    assert refused.request is None and refused.thinking == Thinking()
+
+
+def test_choices():
+    """F11: one unless more are asked for."""
+    for n, count in ((None, 1), (1, 1), (16, 16)):
+        request = decode("chat", body(n=n))
+        assert choices(request) == count == judge("chat", body(n=n), Rules()).choices
+
+
+STRUCTURED = [
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+    {"structured_outputs": {"json": {}}},
+    {"structured_outputs": {"regex": "a"}},
+    {"structured_outputs": {"choice": ["a"]}},
+    {"structured_outputs": {"json_object": True}},
+    {"guided_json": {}},
+    {"guided_json": "{}"},
+    {"guided_regex": ""},
+    {"guided_choice": []},
+]
+FREE = [
+    {},
+    {"response_format": {}},
+    {"response_format": {"type": "text"}},
+    {"structured_outputs": {}},
+    {"structured_outputs": {"json_object": False, "regex": None, "whitespace_pattern": "a"}},
+]
+
+
+def test_structured():
+    """B8: every form of E1, on both routes, and what asks for none."""
+    for route in ("chat", "completions"):
+        for fields in STRUCTURED:
+            assert structured(decode(route, body(**fields))), fields
+        for fields in STRUCTURED:
+            assert wish(decode(route, body(**fields))) is not None, fields
+        for fields in FREE:
+            assert not structured(decode(route, body(**fields))), fields
+
+
+def placed(rules=Rules(), by_kind="", **fields):  # noqa: B008 - frozen
+    return shape_of(decode("chat", body(**fields)), rules, by_kind)
+
+
+def test_shape():
+    """B10: each word, its alias, and ``auto`` as if nothing was said."""
+    for word, expected in (
+        ("tags", "tags"),
+        ("none", "tags"),
+        ("raw", "tags"),
+        ("reasoning_content", "reasoning_content"),
+        ("deepseek", "reasoning_content"),
+        ("parsed", "reasoning_content"),
+        ("both", "both"),
+        ("deepseek-legacy", "both"),
+        ("hidden", "hidden"),
+    ):
+        for rules in (Rules(), Rules(reasoning_format="both")):
+            assert placed(rules, "reasoning_content", reasoning_format=word) == expected
+            for form in STRUCTURED:
+                assert placed(rules, reasoning_format=word, **form) == expected
+    for server in ("tags", "reasoning_content", "both"):
+        assert placed(Rules(reasoning_format=server), reasoning_format="auto") == server
+        assert placed(Rules(reasoning_format=server)) == server
+
+
+def test_hidden():
+    """B10: the two switches hide the thinking whatever the format."""
+    for fields in ({"reasoning": {"exclude": True}}, {"include_reasoning": False}, {"include_reasoning": "false"}):
+        assert (
+            placed(**fields)
+            == placed(reasoning_format="tags", **fields)
+            == placed(**fields, **STRUCTURED[0])
+            == "hidden"
+        )
+    for fields in ({"reasoning": {"exclude": False}}, {"include_reasoning": True}, {"reasoning": {}}):
+        assert placed(**fields) == "tags"
+
+
+def test_structured_answers_have_no_tags():
+    """B8: ``reasoning_content`` unless the request names a format, before the client's kind (Q2) and the server."""
+    for form in STRUCTURED:
+        for rules in (Rules(), Rules(plan=False), Rules(reasoning_format="both")):
+            assert placed(rules, "tags", **form) == placed(rules, "tags", reasoning_format="auto", **form)
+            assert placed(rules, "tags", **form) == "reasoning_content"
+    assert placed(by_kind="reasoning_content") == "reasoning_content"
+    assert placed(Rules(reasoning_format="both"), "tags") == "tags"
+
+
+def bounds(rules=Rules(), state="open", **fields):  # noqa: B008 - frozen
+    request = decode("chat", body(**fields))
+    return budget(request, judge("chat", body(**fields), rules).thinking, rules, state)
+
+
+def test_no_bounds():
+    """C5: a request that says nothing is bounded by nothing; C8: but a stall."""
+    for state in ("off", "may", "open"):
+        assert bounds(state=state) == Bounds(state=state, stall=True)
+        assert bounds(Rules(think_stall=False), state) == Bounds(state=state)
+        assert bounds(state=state, enable_thinking=True) == Bounds(state=state, stall=True)
+
+
+def test_cap():
+    """C3: the cap of the first number or word, none at 0, at once where the shape's own server says so (C7)."""
+    for fields, cap in (
+        ({"thinking_budget": 50}, 50),
+        ({"thinking_budget": 0}, -1),
+        ({"reasoning_effort": "low"}, 1024),
+        ({"reasoning_effort": "max"}, -1),
+        ({"thinking_budget": 10**30}, LARGEST),
+    ):
+        assert bounds(**fields).cap == cap
+    documented = Rules(thinking=Defaults(budget_zero="as-documented"))
+    assert bounds(documented, thinking_token_budget=0).cap == 0
+    assert bounds(Rules(thinking=Defaults(budget=9))).cap == 9
+
+
+def test_reserve():
+    """C4: kept where a budget was asked for, in whatever shape, or a form (B8); not for the server's own default."""
+    for fields in (
+        {"thinking_budget": 50},
+        {"thinking_budget": 0},
+        {"reasoning_effort": "max"},
+        {"reasoning_effort": "auto"},
+        *STRUCTURED,
+    ):
+        for reserve in (-1, 0, 300):
+            assert bounds(Rules(answer_reserve=reserve), **fields).reserve == reserve
+    for fields in [*FREE, {"enable_thinking": True}, {"think": True}]:
+        assert bounds(Rules(answer_reserve=300), **fields).reserve == 0
+    assert bounds(Rules(thinking=Defaults(budget=9))).reserve == 0
+
+
+def test_ngram():
+    """A4: in the thinking only, so it is one of its bounds."""
+    assert [bounds(no_repeat_ngram_size=size).ngram for size in (None, 0, 3, 10**30)] == [0, 0, 3, LARGEST]

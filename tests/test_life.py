@@ -1,156 +1,16 @@
-"""Whole lives in virtual time: Hypothesis drives clients, engine deaths and signals against the invariants."""
+"""Whole lives in virtual time, one by one: what each end, wait and trouble looks like."""
 
 from __future__ import annotations
 
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.scripted import Answer, Script
 from pipeline.effects import CancelRun
 from pipeline.events import Draining, EngineLoading, Faulted, Shutdown
 from pipeline.states import RequestState, SlotState
-from pipeline.table import ENDED
-from tests.world import Plan, World, replayed
-
-LIMITS = {"queue_timeout": 30.0, "request_timeout": 60.0, "drain_timeout": 20.0, "max_queue": 3, "max_live": 5}
-
-plans = st.builds(
-    Plan,
-    prompt=st.sampled_from([0, 1, 30, 300, 700, 999, 1_000]),
-    max_tokens=st.integers(0, 40),
-    stream=st.booleans(),
-    code=st.sampled_from(["", "", "", "", "invalid_json", "invalid_type", "unsupported_parameter", "model_not_found"]),
-    stop_at=st.sampled_from([0, 0, 1, 5]),
-)
-answers = st.builds(
-    Answer,
-    ids=st.lists(st.integers(1, 9), max_size=50),
-    prefill_ms_per_row=st.sampled_from([0.0, 1.0, 30.0]),
-    decode_ms=st.sampled_from([1.0, 50.0, 2_000.0]),
-    round=st.integers(1, 4),
-    then=st.sampled_from(["stop", "stop", "stop", "length", "fault", "die", "silent"]),
-)
-points = st.sampled_from([{}, {}, {"die_at_load": 1}, {"stall_load": 1}, {"decline_start": 1}, {"fault_at_chunk": 1}])
-
-
-class Life(RuleBasedStateMachine):
-    """R1, R3: the core under anything that can happen to it."""
-
-    @initialize(answers=st.lists(answers, min_size=1, max_size=4), points=st.lists(points, min_size=1, max_size=4),
-                load_ms=st.sampled_from([0.0, 0.0, 5_000.0]))  # fmt: skip
-    def begin(self, answers: list[Answer], points: list[dict[str, int]], load_ms: float) -> None:
-        self.world = World(Script(answers=answers, load_ms=load_ms), points, **LIMITS)
-
-    @rule(plan=plans)
-    def arrive(self, plan: Plan) -> None:
-        if self.world.exited is None:
-            self.world.arrive(plan)
-
-    @rule(plan=plans, seconds=st.sampled_from([0.003, 0.02, 0.5, 2.5]))
-    def arrive_and_wait(self, plan: Plan, seconds: float) -> None:
-        self.arrive(plan)
-        self.world.run_until(self.world.now + seconds)
-
-    @rule(which=st.integers(1, 6))
-    def hang_up(self, which: int) -> None:
-        id = len(self.world.clients) - which
-        request = self.world.core.memory.requests.get(id)
-        self.world.hang_up(id)
-        if request is not None:
-            assert request.state is RequestState.abandoned
-            assert id not in self.world.core.memory.queue
-
-    @rule(seconds=st.sampled_from([0.001, 0.1, 1.0, 11.0, 45.0]))
-    def pass_time(self, seconds: float) -> None:
-        self.world.run_until(self.world.now + seconds)
-
-    @rule(seconds=st.sampled_from([0.002, 0.05, 1.0, 8.0]))
-    def pass_a_little(self, seconds: float) -> None:
-        self.world.run_until(self.world.now + seconds)
-
-    @rule(trouble=st.sampled_from(["", "", "", "", "", "", "kill", "freeze", "unfreeze", "fault", "drain", "shutdown"]))
-    def trouble(self, trouble: str) -> None:
-        world = self.world
-        if trouble == "kill":
-            world.kill()
-        elif trouble == "freeze":
-            world.freeze()
-        elif trouble == "unfreeze":
-            world.post(EngineLoading(world.core.memory.engine.epoch, 1, 2))
-        elif trouble == "fault" and world.clients:
-            world.post(Faulted(len(world.clients), "text", "KeyError"))
-        elif trouble == "drain":
-            world.post(Draining())
-        elif trouble == "shutdown":
-            world.post(Shutdown())
-
-    @invariant()
-    def one_holder_a_slot(self) -> None:
-        memory = self.world.core.memory
-        held = [s.request for s in memory.slots if s.state is SlotState.busy]
-        assert len(held) == len(set(held))
-        for slot in memory.slots:
-            if slot.state is SlotState.busy:
-                assert memory.requests[slot.request].slot == slot.id
-        for request in memory.requests.values():
-            assert (request.slot >= 0) == (
-                request.state in (RequestState.admitted, RequestState.prefilling, RequestState.decoding)
-            )
-
-    @invariant()
-    def live_means_live(self) -> None:
-        memory = self.world.core.memory
-        assert all(r.state not in ENDED for r in memory.requests.values())
-        queued = sorted(i for i, r in memory.requests.items() if r.state is RequestState.queued)
-        assert sorted(memory.queue) == queued
-
-    @invariant()
-    def the_queue_is_in_order_of_entry(self) -> None:
-        memory = self.world.core.memory
-        places = [memory.requests[id].place for id in memory.queue]
-        assert places == sorted(places)
-
-    @invariant()
-    def every_request_ends_once(self) -> None:
-        for id, client in self.world.clients.items():
-            assert client.ends == (0 if id in self.world.core.memory.requests else 1)
-
-    @invariant()
-    def a_waiting_stream_hears_every_ten_seconds_while_the_engine_advances(self) -> None:
-        """L1: from 10 s on, while the engine advances or starts."""
-        world = self.world
-        for id, request in world.core.memory.requests.items():
-            if request.state is RequestState.queued and request.stream:
-                lines = [t for t, _ in world.clients[id].lines]
-                due = request.received_at + 10.0 * (1 + int((world.now - request.received_at) / 10 - 1))
-                if due > request.received_at + 9 and world.core._advancing(world.now) and world.now - due > 0:
-                    silent = [s for s in world.steps if s.row == "waits_silently" and s.id == id]
-                    assert lines or silent
-
-    def teardown(self) -> None:
-        if not hasattr(self, "world"):
-            return
-        world = self.world
-        world.run_until(world.now + 1_000)
-        assert not world.core.memory.requests, "something never ended"
-        assert all(client.ends == 1 for client in world.clients.values())
-        assert replayed(world) == world.steps
-        moved: dict[tuple[str, int], str] = {}
-        for step in world.steps:
-            key = (step.life, step.id)
-            assert moved.setdefault(key, step.source) == step.source, "a record moved without a row"
-            assert moved[key] not in ("finished", "abandoned"), "an ended request moved"
-            moved[key] = step.dest
-
-
-TestLife = Life.TestCase
-TestLife.settings = settings(
-    max_examples=300, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+from tests.world import Plan, World
 
 
 def rows(world: World) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.load import LoadFailed, device_for, load, processors, throttled
 from engine.protocol import Config, Described, FromEngine, Loading
+from tests.checkpoints import tokenizer
 from tests.fake_engine import FakeModel, build, checkpoint
 
 
@@ -62,6 +64,19 @@ def test_it_describes_before_it_reads_and_measures_after() -> None:
     assert ready.selfcheck_ms > 0 and ready.prefill_rate > 0 and ready.decode_rate > 0 and ready.load_s > 0
     assert ready.kv_bytes == 96 * 8 and ready.weights_bytes == 1000 and ready.rss_bytes > 0 and ready.device == "cpu"
     assert got.model.steps[:2] == [(64, 0), (64, 0)]
+
+
+def test_it_describes_what_each_id_writes(tmp_path: Path) -> None:
+    """F2, C6: the bytes of ids are decided once, in the engine, and it finds the thinking's tags in the same ones."""
+    point, line = checkpoint(), Line()
+    point.tokenizer_json = json.dumps(tokenizer(300))
+    got = load(CONFIG, point, build, line, Failpoints(None))  # type: ignore[arg-type]
+    described = line.said[0]
+    assert isinstance(described, Described) and len(described.pieces) == 300 == len(got.vocabulary.pieces)
+    assert described.pieces == got.vocabulary.pieces and described.pieces[0] == b""
+    assert b"".join(described.pieces[token] for token in got.vocabulary.close) == b"</think>"
+    loaded(line)
+    assert line.said[-1] != described and loaded().vocabulary.close == ()
 
 
 def test_every_slot_gets_the_whole_window() -> None:

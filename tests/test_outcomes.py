@@ -43,6 +43,8 @@ def test_an_unknown_code_is_a_fault_of_ours() -> None:
         ("faulted", False, 500, "error", "internal_error"),
         ("stopped", True, 200, "stop", ""),
         ("at_limit", False, 200, "length", ""),
+        ("called", True, 200, "tool_calls", ""),
+        ("bad_schema", False, 400, "error", "invalid_type"),
         ("bad_shape", False, 400, "error", "invalid_type"),
     ],
 )

@@ -2,7 +2,8 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.compat import FIELDS
+from stages.compat import FIELDS, RESERVED
+from stages.judge import OUTPUTS
 from stages.refusal import KNOWN, clipped, masked, quoted, refuse
 from stages.schema import ChatRequest, CompletionRequest, FunctionCall, Message, Part, Tool, ToolCall, ToolFunction
 
@@ -24,6 +25,7 @@ def test_worst_size():
 
 
 def test_short_texts_stay():
+    """A9: only what is too long is cut."""
     assert clipped("temperature must be between 0 and 2.", 100) == "temperature must be between 0 and 2."
     assert quoted("x" * 80) == "'" + "x" * 80 + "'"
     assert quoted("x" * 81) == "'" + "x" * 80 + "…'"
@@ -51,4 +53,5 @@ def test_every_field_is_known():
     names = {name for fields in FIELDS.values() for path in fields for name in path.split(".")}
     for struct in (ChatRequest, CompletionRequest, FunctionCall, Message, Part, Tool, ToolCall, ToolFunction):
         names |= {field.encode_name for field in msgspec.structs.fields(struct)}
+    names |= RESERVED | set(OUTPUTS)
     assert sorted(names - KNOWN) == []

@@ -265,7 +265,9 @@ def test_no_text_at_facts(tmp_path: Path) -> None:
         "Prepared": ["code", "param"],
         "HungUp": ["why"],
         "Faulted": ["where", "error"],
-        "RunEnded": ["reason", "why"],
+        "Progress": ["closed"],
+        "RunResumed": ["source"],
+        "RunEnded": ["reason", "why", "closed"],
         "RunDeclined": ["reason"],
     }
 

@@ -20,6 +20,7 @@ from pipeline.faults import unhandled
 from pipeline.outbox import End, Text
 from pipeline.runner import Runner
 from pipeline.settings import Settings
+from stages.calls import Content
 from tests.world import DESCRIBED
 
 SECRET = "the prompt said: xyzzy"
@@ -65,7 +66,7 @@ def run(test: Callable[[Runner], Any], **settings: Any) -> None:
         try:
             await asyncio.wait_for(test(runner), 30)
         finally:
-            runner.close()
+            await runner.close()
 
     asyncio.run(live())
 
@@ -129,7 +130,7 @@ def test_the_end_of_the_engine_at_the_end_is_no_loss() -> None:
     async def test(runner: Runner) -> None:
         runner.post(ev.Draining())
         await runner.exiting.wait()
-        runner.close()
+        await runner.close()
         await asyncio.sleep(0.05)
         assert runner.core.memory.engine.row == ""
 
@@ -159,9 +160,10 @@ def test_a_piece_is_held_until_it_is_sent() -> None:
 
     async def test(runner: Runner) -> None:
         call = runner.receive("chat", 0)
-        assert [call.keep(["a"], []), call.keep([], []), call.keep(["b", "c"], [])] == [0, 1, 2]
-        assert call.release(2) == Text(["b", "c"])
-        assert call.release(0) == Text(["a"])
+        one, two = [[Content("a")]], [[Content("b")], [Content("c")]]
+        assert [call.keep(one, []), call.keep([], []), call.keep(two, [])] == [0, 1, 2]
+        assert call.release(2) == Text(two)
+        assert call.release(0) == Text(one)
         assert not call._pieces
 
     run(test)

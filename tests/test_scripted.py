@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,14 +24,18 @@ from engine.protocol import (
     Measure,
     Memory,
     Ready,
+    Resumed,
     Sampling,
     Seen,
     Start,
     Stop,
+    Thinking,
     ToEngine,
     Tokens,
+    Turn,
 )
 from engine.scripted import Answer, Script, ScriptedEngine, Timed, encoded
+from tests.checkpoints import tokenizer
 
 DESCRIBED = Described(1, "m", "llama", "scripted", "{}", "", {}, [0], False, None, 64, 100)
 
@@ -37,10 +44,11 @@ class Driver:
     """Virtual time: messages at their times, the engine whenever it is due; ``ack`` answers Tokens with Seen."""
 
     def __init__(
-        self, *answers: Answer, load_ms: float = 0.0, ack: bool = True, parallel: int = 1, **points: int
-    ) -> None:
+        self, *answers: Answer, load_ms: float = 0.0, ack: bool = True, parallel: int = 1,
+        described: Described = DESCRIBED, **points: int,
+    ) -> None:  # fmt: skip
         config = Config(1, "", safe_rows=4, failpoints=points, parallel=parallel)
-        self.engine = ScriptedEngine(config, DESCRIBED, Script(list(answers) or [Answer()], load_ms))
+        self.engine = ScriptedEngine(config, described, Script(list(answers) or [Answer()], load_ms))
         self.ack, self.now = ack, 0.0
         self.said: list[Timed] = []
         self._note(self.engine.start(0.0))
@@ -216,6 +224,98 @@ def test_texts_are_encoded_once() -> None:
     assert [a.ids for a in script.answers] == [[97, 98], [7]]
     with pytest.raises(ValueError, match="answer"):
         encoded(Script([]), lambda text: [])
+
+
+# -- thinking ----------------------------------------------------------------------------------------------------------
+
+
+def tagged(*added: str, special: bool = True) -> tuple[Described, dict[str, int]]:
+    """A byte vocabulary of 280 ids, with these tags behind it; what is described of it, and the ids by text."""
+    spec = tokenizer(280)
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    spec["added_tokens"] += [{"id": 280 + i, "content": tag} | plain for i, tag in enumerate(added)]
+    described = msgspec.structs.replace(DESCRIBED, tokenizer=json.dumps(spec), vocab=280 + len(added))
+    return described, spec["model"]["vocab"] | {tag: 280 + i for i, tag in enumerate(added)}
+
+
+def thought(described: Described, answer: Answer, *how: Any, max_tokens: int = 50) -> tuple[list[int], list[Turn], str]:
+    driver = Driver(answer, described=described)
+    asked = msgspec.structs.replace(start(max_tokens=max_tokens), thinking=Thinking(*how))
+    driver.send(asked)
+    driver.run()
+    said = driver.of(Tokens)
+    return [i for m in said for i in m.ids], [turn for m in said for turn in m.turns], driver.of(Ended)[0].reason
+
+
+@pytest.mark.parametrize("round_", [1, 2, 5])
+@pytest.mark.parametrize("state", ["open", "may"])
+def test_a_budget_is_kept_whoever_opens_the_block(round_: int, state: str) -> None:
+    """C3: field report 10: the same cut for any depth of a round, and the answer is there."""
+    described, ids = tagged("<think>", "</think>")
+    thinking, text = [ids["<think>"]] * (state == "may") + [60 + i for i in range(30)], [50, 51, 52]
+    script = Answer(ids=thinking + text, round=round_)
+    answer, turns, end = thought(described, script, state, 20)
+    assert answer == [*thinking[:20], ids["</think>"], *thinking[20:], *text] and end == "stop"
+    assert turns[-1] == Turn("closed", 20, 0, 0, "budget") and len(turns) == (2 if state == "may" else 1)
+
+
+@pytest.mark.parametrize("round_", [1, 2, 5])
+def test_the_closing_is_spelled_where_there_is_no_token_of_it(round_: int) -> None:
+    """C3, C6: as eight tokens of a byte vocabulary; of one that the script has begun the rest is enough."""
+    described, ids = tagged()
+    close = [ids[letter] for letter in "</think>"]
+    script = [60 + i for i in range(12)]
+    answer, turns, _ = thought(described, Answer(ids=script, round=round_), "open", 5)
+    assert answer == script[:5] + close + script[5:] and turns == [Turn("closed", 12, 8, 0, "budget")]
+    begun = script[:3] + close[:2] + script[3:]
+    answer, turns, _ = thought(described, Answer(ids=begun, round=round_), "open", 5)
+    assert answer == script[:3] + close + script[3:] and turns == [Turn("closed", 10, 8, 0, "budget")]
+
+
+def test_what_the_script_closes_itself_is_the_models() -> None:
+    """C6: by the token or spelled, also as the very first; a budget and a reserve have nothing to do then."""
+    described, ids = tagged("<think>", "</think>", special=False)
+    spelled = [ids[letter] for letter in "</think>"]
+    for close, size in (([ids["</think>"]], 8), (spelled, 8)):
+        for before in ([], [60, 61]):
+            script = Answer(ids=[*before, *close, 62], round=3)
+            answer, turns, _ = thought(described, script, "open", 30, -1, True)
+            assert answer == script.ids
+            assert turns == [Turn("closed", len(before) + len(close) - 1, size, 0, "model")]
+
+
+def test_thinking_leaves_the_reserve_to_the_answer() -> None:
+    """C4: field report 11: with max_tokens 40 at most 30 are reasoning, the closing among them."""
+    described, _ = tagged("<think>", "</think>")
+    script = [60 + i % 50 for i in range(60)]
+    answer, turns, end = thought(described, Answer(ids=script, round=4), "open", -1, -1, max_tokens=40)
+    assert (len(answer), end) == (40, "length") and turns == [Turn("closed", 29, 0, 0, "reserve")]
+    answer, turns, end = thought(described, Answer(ids=script), "open", max_tokens=20)
+    assert (answer, turns, end) == (script[:20], [], "length")
+
+
+def test_a_stall_is_closed_and_a_script_without_tags_is_left_alone() -> None:
+    """C8, C5: a block that repeats is closed; a checkpoint that cannot spell the tag forces nothing."""
+    described, ids = tagged("</think>")
+    script = Answer(ids=[60, 61, *[62, 63, 64] * 6], round=2)
+    answer, turns, _ = thought(described, script, "open", -1, 0, True)
+    assert answer == [*script.ids[:14], ids["</think>"], *script.ids[14:]]
+    assert turns == [Turn("closed", 14, 0, 0, "stall")]
+    assert thought(described, script, "open")[0] == script.ids
+    assert thought(DESCRIBED, script, "open", 3, -1, True)[:2] == (script.ids, [])
+
+
+def test_a_kept_end_is_taken_up() -> None:
+    """F11: the next choice reads no prompt and takes no time for it; without the wish it does."""
+    driver = Driver(ABC)
+    for run, keep in ((1, True), (2, False), (3, False)):
+        driver.send(msgspec.structs.replace(start(run), keep_end=keep, choice=run))
+        driver.run()
+    assert driver.of(Resumed) == [Resumed(1, 2, 10, "end")]
+    assert [(c.run, c.done) for c in driver.of(Chunk)] == [(1, 4), (1, 8), (1, 10), (2, 10), (3, 4), (3, 8), (3, 10)]
+    assert [(e.reason, e.prefill_ms > 0, e.decode_ms) for e in driver.of(Ended)] == [
+        ("stop", True, 3000), ("stop", False, 3000), ("stop", True, 3000),
+    ]  # fmt: skip
 
 
 moves = st.lists(

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.failpoints import Failpoints
-from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Sampling, Seen, Start, Tokens
+from engine.pieces import Vocabulary
+from engine.protocol import (
+    Cancel,
+    Chunk,
+    Declined,
+    Ended,
+    FromEngine,
+    Resumed,
+    Sampling,
+    Seen,
+    Start,
+    Thinking,
+    TokenLogprob,
+    Tokens,
+    Turn,
+)
 from engine.sequence import Sequence, Slots, Step
 
 
@@ -202,3 +222,204 @@ def test_whatever_comes_a_run_ends_once_and_is_never_two_rounds_ahead(
     assert tokens == run.answer and len(tokens) <= message.max_tokens and 0 not in tokens
     assert ended[0].generated == len(tokens)
     assert ended[0].kept <= len(message.tokens) + len(tokens)
+
+
+# -- thinking ----------------------------------------------------------------------------------------------------------
+
+TAGS = Vocabulary([b"a", b"b", b"", b"", b"</", b"think", b">"], frozenset({2}), frozenset({3}), (4, 5, 6))
+
+
+def thinking(state: str = "open", *how: Any, max_tokens: int = 30, ngram: int = 0, **more: Any) -> Start:
+    asked = start(max_tokens=max_tokens, **more)
+    return msgspec.structs.replace(asked, thinking=msgspec.structs.replace(Thinking(state, *how), ngram=ngram))
+
+
+def run_of(asked: Start, script: list[int], sizes: list[int]) -> tuple[list[int], list[Turn], Ended]:
+    """What a run says whose engine writes ``script`` in rounds of these sizes, and what is forced in rounds of one."""
+    run = Sequence(asked, 64, TAGS)
+    run.read(run.chunk(64)[1], 1.0)
+    said: list[FromEngine] = []
+    rounds = list(sizes)
+    while run.step is not Step.OVER:
+        done = len(run.answer) - run.forced_tokens
+        size = rounds.pop(0) if rounds else 1
+        ids = [run.forced] if run.forced is not None else script[done : done + size]
+        run.propose(ids, 1.0, "" if ids else "stop", [TokenLogprob(-float(i), [], []) for i in ids])
+        said += run.settle()
+        run.seen(len(run.answer))
+    for m in said:
+        if isinstance(m, Tokens):
+            assert [entry.logprob for entry in m.logprobs] == [-float(i) for i in m.ids]
+            assert all(m.start <= turn.at < m.start + len(m.ids) for turn in m.turns)
+    ended = said[-1]
+    assert isinstance(ended, Ended)
+    tokens = [m for m in said if isinstance(m, Tokens)]
+    return [i for m in tokens for i in m.ids], [turn for m in tokens for turn in m.turns], ended
+
+
+thinkings = st.builds(
+    Thinking, st.sampled_from(["open", "may", "off"]), st.integers(-1, 12), st.integers(-1, 12), st.booleans()
+)
+
+
+@given(
+    thinkings,
+    st.lists(st.integers(0, 7), max_size=30),
+    st.lists(st.integers(1, 5), max_size=40),
+    st.integers(0, 25),
+    st.sampled_from([[], [3], [1]]),
+)
+def test_nothing_hangs_on_how_tokens_fall_into_rounds(
+    how: Thinking, script: list[int], sizes: list[int], max_tokens: int, stop_ids: list[int]
+) -> None:
+    """C3, C6: a round of several tokens is cut where the closing must be forced; text, turns and end are the same."""
+    asked = msgspec.structs.replace(start(max_tokens=max_tokens, stop_ids=stop_ids), thinking=how, logprobs=0)
+    if max_tokens == 0:
+        return
+    ids, turns, ended = run_of(asked, script, [])
+    got_ids, got_turns, got = run_of(asked, script, sizes)
+    assert (got_ids, got_turns, got.reason, got.generated) == (ids, turns, ended.reason, ended.generated)
+
+
+def test_a_round_is_cut_where_the_closing_must_come() -> None:
+    """C3: what was drafted behind that place is not written, and a script's end with it is none."""
+    run = Sequence(thinking("open", 2), 64, TAGS)
+    run.read(run.chunk(64)[1], 1.0)
+    run.propose([0, 1, 0, 1], 1.0, "stop")
+    assert run.settle() == [Tokens(1, 1, 0, [0, 1], 1.0)] and run.forced == 4
+    run.seen(2)
+    run.propose([4, 5, 6, 1], 1.0)
+    assert run.settle() == [Tokens(1, 1, 2, [4, 5, 6, 1], 1.0, [], [Turn("closed", 4, 8, 0, "budget")])]
+    assert run.forced is None and run.forced_tokens == 3 and run.reasoning.count == 5
+
+
+def test_what_is_forced_cannot_be_left_out() -> None:
+    """C3: an engine that chooses where it may not is at fault."""
+    run = Sequence(thinking("open", 0), 64, TAGS)
+    run.read(run.chunk(64)[1], 1.0)
+    with pytest.raises(ValueError, match="forced"):
+        run.propose([0], 1.0)
+
+
+def test_a_stop_id_inside_the_thinking_ends_the_run() -> None:
+    """A1, C3: as everywhere, before the budget, and also where the forced token is one."""
+    assert run_of(thinking("open", 9, stop_ids=[1]), [0, 1, 0], [])[0] == [0]
+    ids, turns, ended = run_of(thinking("open", 1, stop_ids=[4]), [0, 0], [])
+    assert (ids, turns, ended.reason) == ([0], [], "stop")
+
+
+def test_the_limit_may_fall_into_the_closing() -> None:
+    """C3: then the block never closes."""
+    ids, turns, ended = run_of(thinking("open", 4, max_tokens=5), [0, 1, 0, 1, 0], [3])
+    assert (ids, turns, ended.reason) == ([0, 1, 0, 1, 4], [], "length")
+
+
+def test_no_ngram_twice_in_the_thinking_alone() -> None:
+    """A4: its tokens count from the opening tag to the closing one, and what closes it is never banned."""
+    run = Sequence(thinking("open", ngram=1), 64, TAGS)
+    run.read(run.chunk(64)[1], 1.0)
+    banned = []
+    for token in (0, 4, 5, 3, 0, 4):
+        run.propose([token], 1.0)
+        run.settle()
+        run.seen(len(run.answer))
+        masked = run.adjusted(np.zeros(8, np.float32))
+        banned.append([i for i, logit in enumerate(masked.tolist()) if logit < 0])
+    assert banned == [[0], [0, 4], [0, 4, 5], [], [], []]
+
+
+def test_the_closing_tag_stays_open_to_an_ngram_ban() -> None:
+    """A4, C6: the token that begins or goes on with the tag is spared, and the added token always."""
+    run = Sequence(thinking("open", ngram=1), 64, TAGS)
+    run.read(run.chunk(64)[1], 1.0)
+    run.propose([4, 6, 5, 0], 1.0)
+    run.settle()
+    masked = run.adjusted(np.zeros(8, np.float32)).tolist()
+    assert [i for i, logit in enumerate(masked) if logit < 0] == [0, 5, 6]
+
+
+# -- the kept end ------------------------------------------------------------------------------------------------------
+
+LOGITS = np.arange(4, dtype=np.float32)
+
+
+def ended_after(desk: Slots, asked: Start, tokens: int = 1) -> list[FromEngine]:
+    """Start a run, read its prompt where that is needed, write so many tokens and cancel it; what was said."""
+    said = desk.handle(asked)
+    turn = desk.turn()
+    assert turn is not None
+    run = turn[1]
+    while run.step is Step.PREFILL:
+        said.append(run.read(run.chunk(4)[1], 1.0, LOGITS))
+    for _ in range(tokens):
+        run.propose([1], 1.0)
+        said += desk.settle()
+        run.seen(len(run.answer))
+    desk.handle(Cancel(1, asked.run))
+    return said + desk.settle()
+
+
+def keeping(run: int, keep_end: bool = True, **more: Any) -> Start:
+    return msgspec.structs.replace(start(run=run, **more), keep_end=keep_end)
+
+
+def test_another_choice_begins_at_the_prompts_end() -> None:
+    """F11: the prompt is read once; each choice after the first says so, and the last leaves nothing behind."""
+    desk = slots()
+    assert [m.done for m in ended_after(desk, keeping(1)) if isinstance(m, Chunk)] == [4, 5]
+    for run, keep in ((2, True), (3, False)):
+        said = ended_after(desk, keeping(run, keep))
+        assert said[:2] == [Resumed(1, run, 5, "end"), Chunk(1, run, 5, 5, 0.0)]
+        assert said[2] == Tokens(1, run, 0, [1], 1.0)
+        assert said[3] == Ended(1, run, "cancelled", 5, 1, 0.0, 1.0)  # the one token has no row yet
+    assert not any(isinstance(m, Resumed) for m in ended_after(desk, keeping(4)))
+
+
+def test_the_logits_that_are_kept_are_a_copy() -> None:
+    """F8: a model may write its next logits into the same place."""
+    desk, mine = slots(), LOGITS.copy()
+    desk.handle(keeping(1))
+    _, run = desk.turn() or (0, None)
+    assert run is not None
+    run.read(5, 1.0, mine)
+    mine[:] = 0
+    assert run.end is not None and run.end.tolist() == LOGITS.tolist()
+
+
+def test_any_other_start_drops_what_is_kept() -> None:
+    """F11: also one of the same tokens later; another slot has nothing of it."""
+    desk = slots(count=2)
+    ended_after(desk, keeping(1))
+    assert desk.handle(keeping(2, slot=1)) == [] and desk.handle(Cancel(1, 2)) == []
+    desk.settle()
+    assert desk.handle(start(run=3, prompt=64)) == [Declined(1, 3, "memory")]  # takes no row: nothing is lost
+    assert isinstance(desk.handle(keeping(4))[0], Resumed)
+    desk.handle(Cancel(1, 4))
+    assert desk.settle() == [Ended(1, 4, "cancelled", 5, 0)]
+    assert not any(isinstance(m, Resumed) for m in ended_after(desk, start(run=5, prompt=3)))
+    assert not any(isinstance(m, Resumed) for m in ended_after(desk, keeping(6)))
+
+
+def test_nothing_is_kept_of_a_prompt_half_read_or_of_a_fault() -> None:
+    """F11: there is no end to begin at, or no row to trust."""
+    desk = slots()
+    desk.handle(keeping(1, prompt=11))
+    _, run = desk.turn() or (0, None)
+    assert run is not None
+    run.read(4, 1.0, LOGITS)
+    desk.handle(Cancel(1, 1))
+    desk.settle()
+    assert desk.handle(keeping(2, prompt=11)) == []
+    _, run = desk.turn() or (0, None)
+    assert run is not None
+    run.read(11, 1.0, LOGITS)
+    desk.fault(run, "SomeError")
+    assert desk.handle(keeping(3, prompt=11)) == []
+
+
+def test_a_choice_that_may_write_nothing_keeps_the_end_too() -> None:
+    """F11, A6a: max_tokens 0 is an answer of no token, each time."""
+    desk = slots()
+    assert ended_after(desk, keeping(1, max_tokens=0), tokens=0)[-1] == Ended(1, 1, "cancelled", 5, 0, 2.0)
+    assert isinstance(desk.handle(keeping(2, max_tokens=0))[0], Resumed)
+    assert desk.settle() == [Ended(1, 2, "length", 5, 0)]

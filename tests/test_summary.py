@@ -14,7 +14,7 @@ from tests.world import Plan, World
 
 
 def test_one_log_line_a_request() -> None:
-    """P1: id, stream or json, prompt=, completion=, finish=, ms, tok/s, slot; one line each, of any end."""
+    """P1: id, stream or json, prompt=, completion=, finish=, ms, tok/s, slot, cached, tools; one each, of any end."""
     world = World(Script(answers=[Answer(ids=[1] * 11, decode_ms=100.0)]))
     done = world.arrive(Plan(prompt=30))
     world.run_until(5.0)
@@ -25,7 +25,8 @@ def test_one_log_line_a_request() -> None:
     lines = [line for line in world.logs if line.startswith("[req]")]
     assert [line.split()[1] for line in lines] == [f"{id:024x}" for id in (done, left, refused)]
     assert re.fullmatch(
-        r"\[req\] \w{24} chat stream prompt=30 completion=11 finish=stop ms=\d+ tok/s=10\.0 queue_ms=\d+ slot=0",
+        r"\[req\] \w{24} chat stream prompt=30 completion=11 finish=stop ms=\d+ tok/s=10\.0 queue_ms=\d+ "
+        r"cached=0 reasoning=0 tools=0 slot=0",
         lines[0],
     )
     assert "finish=abandoned" in lines[1]
@@ -70,8 +71,9 @@ def test_the_view_holds_what_the_page_shows() -> None:
     running, waiting = world.arrive(), world.arrive()
     world.run_until(12.0)
     runner = SimpleNamespace(
-        core=world.core, now=lambda: world.now, loaded=None, model="m", settings=Settings(), lag_ms=0.0
-    )
+        core=world.core, now=lambda: world.now, loaded=None, model="m", settings=Settings(), lag_ms=0.0,
+        counters={"dropped_calls": 2},
+    )  # fmt: skip
     seen = msgspec.json.decode(msgspec.json.encode(view.view(runner)))  # type: ignore[arg-type]
     first, second = seen["requests"]
     assert (first["id"], first["state"], first["row"]) == (running, "decoding", "answering")
@@ -80,4 +82,6 @@ def test_the_view_holds_what_the_page_shows() -> None:
     assert seen["queue"] == [waiting]
     assert seen["slots"] == [{"slot": 0, "state": "busy", "row": "taken", "request": running}]
     assert [(r["outcome"], r["row"]) for r in seen["recent"]] == [("invalid_json", "bad_json")]
+    assert seen["counters"] == {"dropped_calls": 2}
+    assert (first["choice"], first["choices"], first["parent"], first["calls"]) == (0, 1, -1, 0)
     assert (seen["counts"]["running"], seen["counts"]["waiting"]) == (1, 1)

@@ -273,6 +273,15 @@ def test_zero(path):
     assert ("close at once" in documented.note) == (path in ZERO_CLOSES)
 
 
+@pytest.mark.parametrize("path", WORDS)
+def test_effort_for_a_template(path):
+    """C1: the first word that says how much; no other is an amount."""
+    for word in thinking.EFFORTS:
+        assert thinking.effort(paths({path: word})) == (word if word in CAPS else "")
+    assert thinking.effort(paths({path: True, "thinking_budget": 5})) == ""
+    assert thinking.effort(paths({"reasoning_effort": "none", path: "low"})) == "low"
+
+
 def test_order_of_numbers():
     """C: numbers 1 to 15, 9 at four places: the first that is there gives the cap, a 0 too."""
     fields = {path: 100 + index for index, path in enumerate(NUMBERS)}

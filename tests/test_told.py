@@ -17,9 +17,10 @@ from pipeline import events as ev
 from pipeline.outbox import BLOCK, End, Outbox, Text
 from pipeline.runner import Runner
 from pipeline.settings import Settings
+from stages.calls import Content
 from stages.logprobs import Entry, Logprobs, shaped
-from stages.text import TextStage
-from tests.test_text import raw, stop_lists
+from stages.text import Reading, TextStage
+from tests.test_text import raw, stop_lists, texts
 
 Told = list[tuple[str, list[Entry]]]
 
@@ -30,14 +31,14 @@ def value(token: int) -> TokenLogprob:
 
 def told(tokens: list[bytes], stops: list[str], groups: list[int] | None = None) -> tuple[Told, list[Entry], int]:
     """Each piece of text with what it tells, what the finish tells, and how many tokens lie before a stop."""
-    stage, logprobs, out, at = TextStage(tokens, stops), Logprobs(tokens), Told(), 0
+    stage, logprobs, out, at = TextStage(tokens, Reading(stops=stops)), Logprobs(tokens), Told(), 0
     for size in [*(groups or []), len(tokens)]:
         ids = list(range(len(tokens)))[at : at + size]
         at += size
         piece = stage.push(ids)
-        out += zip(piece.parts, logprobs.add(ids, [value(i) for i in ids], piece), strict=True)
+        out += zip(texts(piece), logprobs.add(ids, [value(i) for i in ids], piece), strict=True)
     last = stage.finish()
-    out += zip(last.parts, logprobs.add([], [], last), strict=True)
+    out += zip(texts(last), logprobs.add([], [], last), strict=True)
     return out, logprobs.rest(), last.keep if last.stopped else len(tokens)
 
 
@@ -110,7 +111,7 @@ def test_completions_shape() -> None:
 def test_infinity() -> None:
     """F7: -inf is sent as -9999.0; an id beyond the table has no bytes."""
     logprobs, infinite = Logprobs([b"a"]), -float("inf")
-    piece = TextStage([b"a"], []).push([0])
+    piece = TextStage([b"a"], Reading()).push([0])
     [[entry]] = logprobs.add([0], [TokenLogprob(infinite, [0, 7], [-0.5, infinite])], piece)
     assert entry == Entry(b"a", -9999.0, [(b"a", -0.5), (b"", -9999.0)], 0)
 
@@ -121,15 +122,15 @@ def test_merged_for_a_slow_reader() -> None:
     async def run() -> list[Any]:
         box, text = Outbox(), "x" * (BLOCK // 3)
         for number in range(40):
-            assert box.put(Text([text, text], [[Entry(b"x", -number, [], 0)], []]), 0.0)
+            assert box.put(Text([[Content(text)], [Content(text)]], [[Entry(b"x", -number, [], 0)], []]), 0.0)
         assert box.pending > 80 * len(text)
         return await box.take()
 
     items = asyncio.run(run())
-    assert all(len(item.pieces) == len(item.logprobs) for item in items)
+    assert all(len(item.parts) == len(item.logprobs) for item in items)
     entries = [entry.logprob for item in items for part in item.logprobs for entry in part]
     assert entries == [-number for number in range(40)]
-    assert sum(len(item.pieces) for item in items) < 40  # merged: of 80 pieces
+    assert sum(len(item.parts) for item in items) < 40  # merged: of 80 pieces
 
 
 class Ran:
@@ -138,7 +139,8 @@ class Ran:
     def __init__(self, tokens: list[bytes], stops: list[str], tmp_path: Path) -> None:
         self.runner = Runner(Settings(trace=str(tmp_path)), "model.gguf", "model")
         self.call = self.runner.receive("chat", 0)
-        self.call.text, self.call.logprobs, self.call.alternatives = TextStage(tokens, stops), Logprobs(tokens), 1
+        self.call.text, self.call.logprobs = TextStage(tokens, Reading(stops=stops)), Logprobs(tokens)
+        self.call.alternatives = 1
         self.facts: list[ev.Event] = []
         self.runner.post = self.facts.append  # type: ignore[method-assign]
         self.runner._runs[1] = self.call
@@ -172,9 +174,9 @@ def test_through_the_runner(rounds: list[list[int]], tmp_path: Path) -> None:
         return ran.end(4), ran.facts
 
     items, facts = asyncio.run(run())
-    pairs = [pair for item in items if isinstance(item, Text) for pair in zip(item.pieces, item.logprobs, strict=True)]
-    assert [(text, [entry.data for entry in part]) for text, part in pairs] == [
-        ("a", [b"a"]), ("b", []), ("€", [b"b\xe2", b"\x82\xac"]),
+    pairs = [pair for item in items if isinstance(item, Text) for pair in zip(item.parts, item.logprobs, strict=True)]
+    assert [(said, [entry.data for entry in part]) for [said], part in pairs] == [
+        (Content("a"), [b"a"]), (Content("b"), []), (Content("€"), [b"b\xe2", b"\x82\xac"]),
     ]  # fmt: skip
     assert isinstance(items[-1], End) and [entry.data for entry in items[-1].logprobs] == [b"\xe2"]
     assert "Entry" not in repr(facts) and "TokenLogprob" not in repr(facts)
@@ -191,4 +193,4 @@ def test_what_follows_a_stop_is_not_told(tmp_path: Path) -> None:
 
     items = asyncio.run(run())
     assert [entry.data for entry in items[0].logprobs[0] + items[0].logprobs[1]] == [b"a", b"b"]
-    assert items[0].pieces == ["a", "b", "c"] and items[0].logprobs[2] == items[-1].logprobs == []
+    assert items[0].parts == [[Content(text)] for text in "abc"] and items[0].logprobs[2] == items[-1].logprobs == []

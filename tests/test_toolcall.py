@@ -434,6 +434,51 @@ def test_the_facts_at_the_end(text, complete, still):
     assert (sum(whole for *_, whole in calls), is_open) == (complete, still)
 
 
+@pytest.mark.parametrize(
+    ("text", "char", "inside"),
+    [
+        ("", "<", False),
+        ("a <tool_call", ">", False),
+        ("<tool_call>", "\n", True),
+        ("<tool_call>\n", "<", True),
+        ("<tool_call>\n", "{", True),
+        ("<tool_call> ", "i", False),
+        ("<tool_call>\n<function", "=", True),
+        ("<function=", "r", True),
+        ("a <function=", "r", False),
+        ("<function=read>", "\n", True),
+        ("<function=read>\n<parameter=path>\n/a</function>", "x", True),
+        ("<function=ping></function>", "\n", False),
+        ("<function=ping></function>\n</tool_", "c", False),
+        ("<tool_call>\n<function=>", "x", True),
+        ('{"name"', ":", False),
+        ('{"name":', " ", True),
+        ('{"name": "read", "arguments": {}', "}", True),
+        ('{"name": "read", "arguments": {}}', "\n", False),
+        ("```\n<function=ping>", "\n", True),
+    ],
+)
+def test_whether_the_next_character_stands_in_a_call(text, char, inside):
+    """B6: however the text came; behind a mark that may begin a call it does."""
+    whole, bits = CallReader(TOOLS), CallReader(TOOLS)
+    whole.push(text)
+    for bit in text:
+        bits.push(bit)
+    assert whole.inside(char) == bits.inside(char) == inside
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "\n ", "a <tool", "<function=read>\n<parameter=path>\nab\n", "```x\n", "```\n"]
+)
+def test_what_is_held_is_what_was_not_said(text):
+    """F7: beside the text that went out, the characters held are all there are."""
+    held = {"\n ": 2, "a <tool": 5, "<function=read>\n<parameter=path>\nab\n": 1, "```x\n": 5, "```\n": 4}
+    reader = CallReader(TOOLS)
+    reader.push(text)
+    assert reader.held == held.get(text, 0)
+    reader.finish()
+
+
 def test_a_long_value_costs_what_it_is_long():
     """D3: a file of many small pieces is read in one walk."""
     content = "let x = a < b; // <p>\n" * 5000

@@ -4,7 +4,7 @@ import pytest
 
 from stages.refusal import Refusal
 from stages.schema import decode
-from stages.validate import Rules, prompt_of, validate
+from stages.validate import FORMATS, Rules, prompt_name, prompts_of, validate
 from tests.captures import captured
 
 USER = {"role": "user", "content": "hi"}
@@ -115,6 +115,7 @@ def test_function_role_says_use_tools():
         ("frequency_penalty", [-2, 0, 0.5, 2], [-2.01, 2.01, 10**300]),
         ("repetition_penalty", [1e-300, 1, 1.3, 1e300], [0, -1]),
         ("min_tokens", [0, 5, 5.0, 10**30], [-1]),
+        ("no_repeat_ngram_size", [0, 1, 3.0, 10**30], [-1]),
         ("stop", ["a", [], ["a"], ["a"] * 16], ["", ["a"] * 17]),
     ],
 )
@@ -190,39 +191,49 @@ def test_modalities():
     assert judged(modalities=["text", "audio"]) == ("unsupported_value", "modalities")
 
 
-@pytest.mark.parametrize(
-    ("tools", "expected"),
-    [
-        ([], None),
-        ([{"type": "function", "function": {"name": "f"}}], None),
-        (
-            [
-                {
-                    "type": "function",
-                    "function": {"name": "f", "strict": True, "parameters": {"$schema": "x", "anyOf": []}},
-                }
-            ],
-            None,
-        ),
-        ([{"type": "function"}], ("missing_required_parameter", "tools[0].function.name")),
-        ([{"type": "custom", "custom": {"name": "f"}}], ("missing_required_parameter", "tools[0].function.name")),
-        ([{"function": {"name": "f"}}, {"function": {"name": ""}}], invalid("tools[1].function.name")),
-    ],
-)
-def test_tools(tools, expected):
-    """A6: malformed tools are refused by item, also beside ``tool_choice: none``; A10 lists shapes that pass."""
-    assert judged(tools=tools) == expected
-    assert judged(tools=tools, tool_choice="none") == expected
-
-
-def test_tool_choice():
-    """D5: nothing can be required where nothing is offered; ``auto`` needs no tools (A10)."""
-    assert judged(tool_choice="auto") is None
-    assert judged(tool_choice="none", tools=[]) is None
+def test_tools():
+    """A6: malformed tools and choices are refused here, behind the messages (``tests/test_offer.py`` has them all)."""
+    assert judged(tools=[{"type": "function"}]) == ("missing_required_parameter", "tools[0].function.name")
     assert judged(tool_choice="required") == invalid("tool_choice")
-    assert judged(tool_choice={"type": "function", "function": {"name": "f"}}) == invalid("tool_choice")
-    assert judged(tool_choice="often") == invalid("tool_choice")
-    assert judged(tool_choice=5) == ("invalid_type", "tool_choice")
+    assert judged(messages=[], tool_choice="required") == invalid("messages")
+
+
+def test_one_stream():
+    """A1: n over 1 is not streamed."""
+    for route in ("chat", "completions"):
+        assert judged(route, n=2, stream=True) == ("unsupported_value", "n")
+        assert judged(route, n=17, stream=True) == invalid("n")
+        for fields in ({"n": 2}, {"n": 2, "stream": False}, {"n": 1, "stream": True}, {"n": None, "stream": True}):
+            assert judged(route, **fields) is None
+
+
+def test_mid_system():
+    """A12: with ``--mid-system fold`` a system message may stand anywhere, and the rest of the order holds."""
+    fold = Rules(mid_system="fold")
+    for messages in ([USER, SYSTEM], [SYSTEM, USER, ANSWER, {"role": "developer", "content": "x"}, USER]):
+        assert judged(messages=messages, rules=fold) is None
+        assert judged(messages=messages)[0] == "invalid_value"
+    assert judged(messages=[SYSTEM], rules=fold) == judged(messages=[RESULT, SYSTEM], rules=fold) == invalid("messages")
+
+
+def test_reasoning_format():
+    """B10: its own words and those of other servers; any other is a 400."""
+    words = "tags reasoning_content both deepseek parsed none raw deepseek-legacy auto hidden"
+    assert sorted(FORMATS) == sorted(words.split())
+    for route in ("chat", "completions"):
+        for word in words.split():
+            assert judged(route, reasoning_format=word) is None
+        for word in ("", "Tags", "think", "x" * 9000):
+            assert judged(route, reasoning_format=word) == invalid("reasoning_format")
+
+
+def test_hiding():
+    """B10: the switches that hide the thinking are booleans, also written as strings."""
+    for value in (True, False, "true", "false", None):
+        assert judged(include_reasoning=value, reasoning={"exclude": value}) is None
+    for value in (0, "no", [], {}):
+        assert judged(include_reasoning=value) == ("invalid_type", "include_reasoning")
+        assert judged(reasoning={"exclude": value}) == ("invalid_type", "reasoning.exclude")
 
 
 def test_strict_model():
@@ -243,16 +254,21 @@ def test_empty_prompt(prompt):
 
 
 def test_prompts():
-    """A1: one text or one list of ids; A13: a list of one counts as one, several are not built yet."""
+    """A13: up to 16 texts or lists of ids, in order; a list of one counts as one."""
 
-    def only(prompt):
-        return prompt_of(decode("completions", json.dumps({"prompt": prompt}).encode()))
+    def all_of(prompt):
+        return prompts_of(decode("completions", json.dumps({"prompt": prompt}).encode()))
 
-    assert only("a") == only(["a"]) == "a"
-    assert only([1, 2]) == only([[1, 2]]) == [1, 2]
-    assert judged("completions", prompt=["a", "b"]) == ("unsupported_parameter", "prompt")
-    assert judged("completions", prompt=[[1], [2]]) == ("unsupported_parameter", "prompt")
-    assert judged("completions", prompt=["a", 1]) == ("invalid_type", "prompt")
+    assert all_of("a") == all_of(["a"]) == ["a"]
+    assert all_of([1, 2]) == all_of([[1, 2]]) == [[1, 2]]
+    assert all_of(["a", "b"]) == ["a", "b"] and all_of([[1], [2, 3]]) == [[1], [2, 3]]
+    assert len(all_of(["a"] * 16)) == 16 and judged("completions", prompt=["a"] * 16) is None
+    assert judged("completions", prompt=["a"] * 17) == judged("completions", prompt=[[1]] * 17) == invalid("prompt")
+    assert judged("completions", prompt=[1] * 17) is None
+    assert judged("completions", prompt=["a", ""]) == judged("completions", prompt=[[1], []]) == invalid("prompt[1]")
+    for mixed in (["a", 1], [1, [1]], ["a", [1]]):
+        assert judged("completions", prompt=mixed) == ("invalid_type", "prompt")
+    assert [prompt_name(1, 0), prompt_name(3, 2)] == ["prompt", "prompt[2]"]
 
 
 def test_captured():

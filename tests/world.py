@@ -28,12 +28,22 @@ DESCRIBED = wire.Described(
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """What one client sends and does. ``stop_at`` n: a stop string is found in the n-th token."""
+    """What one client sends and does, and how each answer to it reads.
+
+    ``stop_at`` n: a stop string is found in the n-th token; ``closes_at`` n: that token closes the thinking. ``calls``
+    of two tokens each stand from token ``call_at`` on. ``others``: the sizes of further prompts in the same body.
+    """
 
     prompt: int = 10
+    others: tuple[int, ...] = ()
+    choices: int = 1
+    closes_at: int = 0
+    calls: int = 0
+    call_at: int = 1
     max_tokens: int = 0
     stream: bool = True
     code: str = ""
+    prompt_code: str = ""
     stop_at: int = 0
     body_s: float = 0.001
     prepare_s: float = 0.002
@@ -48,6 +58,10 @@ class Client(msgspec.Struct):
     end: do.Finish | None = None
     forgotten: str = ""
     ends: int = 0
+    parent: int = -1
+    received: bool = False
+    choices: list[tuple[int, str]] = []
+    starts: list[tuple[int, bool]] = []
 
 
 class World:
@@ -131,6 +145,8 @@ class World:
     def _handle(self, event: ev.Event) -> None:
         if isinstance(event, ev.EngineDied) and event.epoch == self.core.memory.engine.epoch:
             self._engine = None
+        if isinstance(event, ev.Received):
+            self.clients[event.request].received = True
         self.events.append((self.now, event))
         effects = self.core.handle(event, self.now)
         self.steps.extend(self.core.take_steps())
@@ -144,20 +160,26 @@ class World:
     def _one(self, effect: do.Effect) -> None:
         match effect:
             case do.ReadBody(id):
-                plan = self.clients[id].plan
-                checked = ev.Checked(id, plan.code, "", 100, plan.stream, 1, plan.max_tokens)
+                plan, size = self.clients[id].plan, 100 if self.clients[id].parent < 0 else 0
+                checked = ev.Checked(id, plan.code, "", size, plan.stream, 1, plan.max_tokens, plan.choices)
                 self._push(self.now + plan.body_s, checked)
             case do.Fetch(id):
                 self._push(self.now, ev.Fetched(id))
             case do.Prepare(id):
                 plan = self.clients[id].plan
-                self._push(self.now + plan.prepare_s, ev.Prepared(id, plan.prompt))
+                longest = max((0, *plan.others))
+                prepared = ev.Prepared(id, plan.prompt, plan.prompt_code, "", 1 + len(plan.others), longest)
+                self._push(self.now + plan.prepare_s, prepared)
+            case do.Spread(id):
+                self._spread(id)
             case do.Measure(epoch, run, rows):
                 self._tell(wire.Measure(epoch, run, rows))
-            case do.StartRun(epoch, run, id, slot, max_tokens):
+            case do.StartRun(epoch, run, id, slot, max_tokens, choice, more):
                 self._runs[run], self._judged[run] = id, 0
+                self.clients[id].starts.append((choice, more))
                 prompt = [1] * self.clients[id].plan.prompt
-                self._tell(wire.Start(epoch, run, slot, prompt, wire.Sampling(), max_tokens, [0]))
+                start = wire.Start(epoch, run, slot, prompt, wire.Sampling(), max_tokens, [0], choice, keep_end=more)
+                self._tell(start)
             case do.Acknowledge(epoch, run, n):
                 self._tell(wire.Seen(epoch, run, n))
             case do.CancelRun(epoch, run, keep):
@@ -166,6 +188,8 @@ class World:
                 self.clients[id].pieces += 1
             case do.Line(id, text):
                 self.clients[id].lines.append((self.now, text))
+            case do.EndChoice(id, choice, finish):
+                self.clients[id].choices.append((choice, finish))
             case do.Finish():
                 self.clients[effect.request].end = effect
                 self.clients[effect.request].ends += 1
@@ -183,6 +207,15 @@ class World:
                 self.logs.append(text)
             case do.Exit(status):
                 self.exited = status
+
+    def _spread(self, parent: int) -> None:
+        """The further prompts of a body: requests of their own, there at once."""
+        plan = self.clients[parent].plan
+        for size in plan.others:
+            id = len(self.clients) + 1
+            own = msgspec.structs.replace(plan, prompt=size, others=(), body_s=0.0, prepare_s=0.0)
+            self.clients[id] = Client(own, parent=parent)
+            self._push(self.now, ev.Received(id, f"{id:024x}", "chat", 0, id * 7, 1e9 + self.now, parent))
 
     def _spawn(self, epoch: int) -> None:
         points = self.failpoints[min(epoch, len(self.failpoints)) - 1]
@@ -212,12 +245,16 @@ class World:
                 return ev.EngineReady(message.epoch, message.load_s, message.safe_rows)
             case wire.Memory():
                 return ev.MemoryRead(*msgspec.structs.astuple(message))
+            case wire.Resumed(epoch, run, rows, source):
+                return ev.RunResumed(epoch, run, rows, source)
             case wire.Chunk(epoch, run, done, total, ms):
                 return ev.ChunkDone(epoch, run, done, total, ms)
             case wire.Tokens():
                 return self._progress(message)
             case wire.Ended(epoch, run, reason, kept):
-                return ev.RunEnded(epoch, run, reason, kept, self._judged.get(run, 0), why=message.why)
+                n = self._judged.get(run, 0)
+                told = self._told(run, n, n) if run in self._runs else {}
+                return ev.RunEnded(epoch, run, reason, kept, n, why=message.why, **told)
             case wire.Declined(epoch, run, reason):
                 return ev.RunDeclined(epoch, run, reason)
             case Died(epoch, code):
@@ -226,13 +263,30 @@ class World:
 
     def _progress(self, message: wire.Tokens) -> ev.Event:
         id = self._runs[message.run]
+        before = self._judged[message.run]
         n = self._judged[message.run] = message.start + len(message.ids)
         stop = self.clients[id].plan.stop_at
         stopped = bool(stop) and n >= stop
+        n = stop if stopped else n
         return ev.Progress(
-            id, message.epoch, message.run, stop if stopped else n, n, len(message.ids), stopped, max(0, stop - 1),
-            message.ms,
+            id, message.epoch, message.run, n, n, len(message.ids), stopped, max(0, stop - 1), message.ms,
+            **self._told(message.run, before, n),
         )  # fmt: skip
+
+    def _told(self, run: int, before: int, n: int) -> dict[str, Any]:
+        """What the text stage would say beside the text, of the first ``n`` tokens."""
+        plan = self.clients[self._runs[run]].plan
+        closes = 0 < plan.closes_at <= n
+        opened = sum(plan.call_at + 2 * i <= n for i in range(plan.calls))
+        closed = sum(plan.call_at + 2 * i + 1 <= n for i in range(plan.calls))
+        return {
+            "reasoning": min(n, plan.closes_at),
+            "closed": "model" if closes and plan.closes_at > before else "",
+            "closed_at": plan.closes_at - 1 if closes and plan.closes_at > before else -1,
+            "opened_calls": opened,
+            "closed_calls": closed,
+            "open_call": opened > closed,
+        }
 
 
 def replayed(world: World) -> list[Step]:

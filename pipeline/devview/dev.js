@@ -80,7 +80,10 @@ function says(request) {
   if (request.state === "prefilling") return `${count(request.done)} of ${plural(request.total, "token")}`;
   if (request.state === "decoding") {
     const rate = request.tokens_s ? ` · ${request.tokens_s.toFixed(1)}/s` : "";
-    return `${plural(request.completion_tokens, "token")}${rate}`;
+    const choice = request.choices > 1 ? `choice ${request.choice + 1} of ${request.choices} · ` : "";
+    const thought = request.reasoning_tokens ? ` · ${count(request.reasoning_tokens)} thought` : "";
+    const calls = request.calls ? ` · ${plural(request.calls, "call")}` : "";
+    return `${choice}${plural(request.completion_tokens, "token")}${thought}${calls}${rate}`;
   }
   return prompt;
 }

@@ -6,6 +6,7 @@ Facts and text go in through these methods; answers come out of a call's ``outbo
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pipeline.outbox import Outbox
@@ -77,7 +78,7 @@ class Runner(Protocol):
     def draining(self) -> bool:
         """Whether the server is stopping."""
 
-    def receive(self, route: str, body_bytes: int) -> Any:
+    def receive(self, route: str, body_bytes: int, headers: Mapping[str, str] | None = None) -> Any:
         """A request arrived: its ``Call``. ``body_bytes`` as declared, 0 when the body is chunked."""
 
     def body(self, call: Any, body: bytes) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 from quart import Response, request
 
 from pipeline.effects import Finish
-from pipeline.http.chunks import Stream, public_id, whole
+from pipeline.http.chunks import Stream
 from pipeline.http.contract import Call, Runner
 from pipeline.http.errors import as_json, drop_body, last_word, refusal
+from pipeline.http.shapes import Shape, Whole, public_id
 from pipeline.http.wire import Connections, Wire
-from pipeline.outbox import End, Item, Text
+from pipeline.outbox import ChoiceEnd, End, Item, Text
 
 
 class Answers:
@@ -40,7 +41,7 @@ class Answers:
         if declared > self._runner.settings.max_body_mb << 20:
             await drop_body()
             return refusal("body_too_large")
-        call: Call = self._runner.receive(route, declared)
+        call: Call = self._runner.receive(route, declared, dict(request.headers))
         exchange = Exchange(self._runner, call, self._connections)
         try:
             response = await exchange.respond()
@@ -121,28 +122,25 @@ class Exchange:
     async def _whole(self, items: list[Item]) -> Response:
         """Everything, once its end is there. Lines for waiting clients have no place here."""
         call = self._call
-        text = Text([])
+        whole = Whole(self._shape(), call.alternatives >= 0)
         while True:
             for item in items:
-                if isinstance(item, Text):
-                    text.pieces += item.pieces
-                    text.logprobs += item.logprobs
+                if isinstance(item, Text | ChoiceEnd):
+                    whole.add(item)
                 elif isinstance(item, End):
-                    return self._as_whole(text, item)
+                    return self._as_whole(whole, item)
             items = await call.outbox.take()
 
-    def _as_whole(self, text: Text, end: End) -> Response:
+    def _as_whole(self, whole: Whole, end: End) -> Response:
         if _has_status(end.figures):
             return self._refused(end)
         self._over = True
-        call, runner = self._call, self._runner
-        logprobs = [entry for entries in text.logprobs for entry in entries] if call.alternatives >= 0 else None
-        return as_json(
-            whole(
-                route=call.route, name=call.name, created=call.created, model=runner.model, text="".join(text.pieces),
-                logprobs=logprobs, end=end, words=runner.settings.finish_words,
-            )
-        )  # fmt: skip
+        runner = self._runner
+        return as_json(whole.answer(end, self._call.created, runner.model, runner.settings.finish_words))
+
+    def _shape(self) -> Shape:
+        call = self._call
+        return Shape(call.route, call.name, self._runner.settings.reasoning_key == "both")
 
     def _streamed(self, items: list[Item]) -> Response:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -156,7 +154,7 @@ class Exchange:
         call, runner, settings = self._call, self._runner, self._runner.settings
         call.task = asyncio.current_task()
         stream = Stream(
-            route=call.route, name=call.name, created=call.created, model=runner.model,
+            shape=self._shape(), created=call.created, model=runner.model,
             include_usage=call.include_usage, usage_default=settings.usage_default, words=settings.finish_words,
         )  # fmt: skip
         try:

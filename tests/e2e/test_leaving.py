@@ -213,6 +213,7 @@ def test_an_emoji_answer_cut_at_every_length(tmp_path: Path) -> None:
 
 def described(checkpoint):  # type: ignore[no-untyped-def]
     """What the engine would say of a checkpoint."""
+    from engine.pieces import vocabulary
     from engine.protocol import Described
 
     return Described(
@@ -220,6 +221,7 @@ def described(checkpoint):  # type: ignore[no-untyped-def]
         tokenizer=checkpoint.tokenizer_json, template=checkpoint.template, special=checkpoint.special,
         end_ids=checkpoint.end_ids, add_bos=checkpoint.add_bos, bos_id=checkpoint.bos_id, window=8192,
         vocab=checkpoint.config.vocab,
+        pieces=vocabulary(checkpoint.tokenizer_json, checkpoint.config.vocab).pieces,
     )  # fmt: skip
 
 
