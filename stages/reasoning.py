@@ -41,41 +41,41 @@ class Split:
 
     def __init__(self, shape: str, state: str, blank_line: bool = False) -> None:
         self.added = 0
-        self.now = state if state in ("open", "may") else "off"
+        self.where = state if state in ("open", "may") else "off"
         self._tags = shape in ("tags", "both")
         self._apart = shape in ("reasoning_content", "both")
         self._blank_line = blank_line and shape == "reasoning_content"
         self._held = ""
-        self._opener = self.now == "open"  # it was not sent yet
+        self._opener = self.where == "open"  # it was not sent yet
         self._lead = False  # the newline behind the model's own opening tag may follow
         self._after = False  # only newlines since the close
 
     @property
     def held(self) -> int:
         """Characters that wait for more; where they went into the content already, none."""
-        return 0 if self._tags and self.now == "open" else len(self._held)
+        return 0 if self._tags and self.where == "open" else len(self._held)
 
     def push(self, text: str) -> list[Run]:
         """Read on; what can be said now."""
-        if self.now == "off":
+        if self.where == "off":
             return self._answer(text) if self._after else [("answer", text)] if text else []
-        if self.now == "open":
+        if self.where == "open":
             return self._thinking(text)
         self._held += text
         if may_open(self._held):
             return []
-        self.now, text, self._held = "off", self._held, ""
+        self.where, text, self._held = "off", self._held, ""
         return [("answer", text)]
 
     def turn(self, text: str, kind: str, size: int) -> list[Run]:
         """Read on through the end of a tag: the last ``size`` characters, with those before, are the tag."""
         if kind == "opened":
             self._add(-len(self._held) - len(text))
-            self.now, self._held, self._opener, self._lead = "open", "", True, True
+            self.where, self._held, self._opener, self._lead = "open", "", True, True
             return []
         runs = self._write(text)
         thinking = self._held[: len(self._held) - size].rstrip("\n")
-        self.now, self._held, self._after = "off", "", True
+        self.where, self._held, self._after = "off", "", True
         if self._apart and thinking:
             runs.append(("reasoning", thinking))
         if self._tags and not size:
@@ -88,10 +88,10 @@ class Split:
     def finish(self) -> list[Run]:
         """No text follows: what was held is what it looks like, and an opener that met no text goes out alone."""
         held, self._held = self._held, ""
-        if self.now == "may":
-            self.now = "off"
+        if self.where == "may":
+            self.where = "off"
             return [("answer", held)] if held else []
-        if self.now == "off":
+        if self.where == "off":
             return []
         runs = self._content("") if self._tags and self._opener else []
         return [*runs, ("reasoning", held)] if self._apart and held else runs

@@ -250,7 +250,7 @@ class TextStage:
             self._say(self._split.turn(self._pass(place), turn.kind, turn.size))
             self._log = self._log if turn.kind == "opened" else None
         if text := self._pass(until):
-            if self._log is not None and self._split.state == "open":
+            if self._log is not None and self._split.where == "open":
                 self._log.append(text)
             self._say(self._split.push(text))
 
@@ -274,7 +274,7 @@ class TextStage:
         """Nothing follows, in this order: what each stage still holds."""
         self._over = True
         self._release(len(self._held))
-        self._lost = self._count_lost() if self._split.state == "open" else 0
+        self._lost = self._count_lost() if self._split.where == "open" else 0
         self._say(self._split.finish())
         self._out += self._answer.finish()
 
