@@ -1,8 +1,9 @@
 """The grammar of a run as its thinking lets it: it binds the answer and nothing before it (row E4).
 
-Three times of a run. Inside a block every token may come, but for one that would close it and write of the answer in
-the same breath. While the first token may still open a block, the tag may come beside what the grammar allows. From
-then on the grammar alone decides. Built when it is first needed: what a grammar costs is part of a step of its run.
+Three times of a run. Inside a block every token may come but an end, for the answer is still to be written, and one
+that would close it and write of the answer in the same breath. While the first token may still open a block, the tag
+may come beside what the grammar allows. From then on the grammar alone decides. Built when it is first needed: what a
+grammar costs is part of a step of its run.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ class Binding:
         ]
 
     def _closing_alone(self, logits: Logits) -> Logits:
-        """Inside a block: no token may close it that writes more than blanks behind the tag."""
-        if not any(self._written.endswith(CLOSING[:n]) for n in range(1, len(CLOSING))):
-            return logits
-        banned = [at for at in self._masks.beyond_tags if (self._written + self._masks.pieces[at]).find(CLOSING) >= 0]
-        if banned:
-            logits = logits.copy()
-            logits[[at for at in banned if at < len(logits)]] = -np.inf
-        return logits
+        """Inside a block: no token may end the run, nor close the block and write more than blanks behind the tag."""
+        banned = list(self._start.stop_ids)
+        if any(self._written.endswith(CLOSING[:n]) for n in range(1, len(CLOSING))):
+            pieces = self._masks.pieces
+            banned += [at for at in self._masks.beyond_tags if CLOSING in self._written + pieces[at]]
+        left = logits.copy()
+        left[[at for at in banned if at < len(logits)]] = -np.inf
+        return left if np.isfinite(left.max()) else logits

@@ -23,7 +23,7 @@ from stages.constraint import Constraint
 from stages.judge import Judged, judge, structured
 from stages.prompt import Prompt, Renderer
 from stages.refusal import Refusal, masked
-from stages.run import Caller, constraint, run
+from stages.run import Caller, constraint, run, state_of
 from stages.schema import ChatRequest
 from stages.validate import prompts_of
 
@@ -76,8 +76,8 @@ class Preparation:
         call.pieces = renderer.pieces
         call.prompts = [prompt.tokens for prompt in prompts]
         call.runs = [
-            run(judged.request, judged.thinking, prompt.state, grammar, self._rules, call.seed, caller)
-            for prompt in prompts
+            run(judged.request, judged.thinking, state, grammar, self._rules, call.seed, caller)
+            for state in (state_of(prompt.state, grammar is not None, renderer.thinks) for prompt in prompts)
         ]
         call.run = call.runs[0]
         call.alternatives = call.run.alternatives

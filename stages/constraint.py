@@ -27,8 +27,8 @@ from stages.schema import Request
 MAX_BYTES = 256 * 1024
 """Of a schema, a pattern or a list of choices, as JSON."""
 JSON_DEPTH = 64
-BLANKS = r"[\x20\x0A\x0D\x09]{1,64}"
-"""What may stand between two tokens of JSON: enough to indent 64 columns, and an end to it."""
+BLANKS = r"\x20|\x0A[\x20\x09]{0,32}"
+"""What may stand between two tokens of JSON: a blank, or a new line with its indent. A model writes more for ever."""
 LEADING = r"/[\x20\x0A\x0D\x09]{0,8}/"
 """What may stand before a call or a document where both may come."""
 

@@ -67,6 +67,9 @@ class Renderer:
         self._template = Template(described.template, described.special)
         self._guard = _guard(self._tokenizer)
         self.pieces = described.pieces
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.thinks = OPEN in described.template or any(token.content == OPEN for token in added)
+        """Whether the checkpoint itself knows the tags of thinking."""
 
     def render_chat(self, request: ChatRequest, wall: float, thinking: Thinking = UNSAID) -> str | Refusal:
         """The text of the prompt; ``wall`` in seconds since 1970 is the day a template may name, in UTC."""

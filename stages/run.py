@@ -65,6 +65,11 @@ def run(
     )
 
 
+def state_of(state: str, bound: bool, thinks: bool) -> str:
+    """The state of the thinking. A checkpoint that knows no tags is not led into a block by what binds its answer."""
+    return "off" if bound and state == "may" and not thinks else state
+
+
 def reading(request: Request, state: str, rules: Rules, caller: Caller) -> Reading:
     """How the answer is read.
 

@@ -72,6 +72,14 @@ def open_ids(logits: np.ndarray[Any, Any]) -> list[int]:
     return np.flatnonzero(~np.isneginf(logits)).tolist()
 
 
+def assert_unbound(binding: Binding) -> None:
+    """Inside a block: every token may come but an end, for the answer is still to be written."""
+    logits = flat()
+    masked = binding.mask(logits)
+    assert [at for at in range(len(logits)) if np.isneginf(masked[at])] == [END]
+    assert not np.isneginf(logits).any()
+
+
 def write(binding: Matcher | Binding, data: bytes) -> None:
     for byte in data:
         assert not np.isneginf(binding.mask(flat())[byte]), bytes([byte])
@@ -250,9 +258,8 @@ def test_thinking_is_not_bound_and_the_answer_behind_it_is() -> None:
     """E4: both closings: the added token, and the tag spelled out."""
     for known, closing in ((KNOWN, [CLOSE]), (SPELLED, list(CLOSING))):
         found = bind("open", known)
-        logits = flat()
         for token in b"any text, { or [":
-            assert found.mask(logits) is logits
+            assert_unbound(found)
             TELL(found, token)
         assert not found.finished
         for token in closing:
@@ -285,8 +292,7 @@ def test_a_model_that_may_think_may_open_a_block_or_answer() -> None:
 
     found = bind("may")
     TELL(found, OPEN)
-    logits = flat()
-    assert found.mask(logits) is logits
+    assert_unbound(found)
     write_raw(found, b"hm")
     TELL(found, CLOSE)
     assert open_ids(found.mask(flat())) == [ord("{")]
@@ -304,8 +310,7 @@ def test_a_tag_that_is_begun_is_gone_through_with() -> None:
         assert byte in open_ids(found.mask(flat()))
         assert at == 0 or open_ids(found.mask(flat())) == [byte]
         TELL(found, byte)
-    logits = flat()
-    assert found.mask(logits) is logits
+    assert_unbound(found)
 
     found = bind("may", SPELLED, "choice", ["<tool>"])
     write(found, b"<t")

@@ -11,7 +11,7 @@ from engine.protocol import Grammar
 from stages.constraint import Constraint
 from stages.judge import Rules, judge
 from stages.refusal import Refusal
-from stages.run import Caller, Run, constraint, reading, run
+from stages.run import Caller, Run, constraint, reading, run, state_of
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 OTHER = {"type": "function", "function": {"name": "listen"}}
@@ -103,6 +103,13 @@ def test_who_asks() -> None:
     assert of(caller=webui, stream=True).reading.blank_line
     assert not of(caller=Caller("cline"), stream=True).reading.blank_line
     assert not of(caller=webui, stream=True, rules=Rules(plan=False)).reading.blank_line
+
+
+def test_a_checkpoint_without_tags() -> None:
+    """E4: where a block may open, a form lets the tag in; not in front of a model that knows no tags."""
+    assert state_of("may", True, False) == "off"
+    assert [state_of(*case) for case in [("may", True, True), ("may", False, False)]] == ["may", "may"]
+    assert state_of("open", True, False) == "open"
 
 
 def test_the_rest_of_a_run() -> None:
