@@ -151,11 +151,12 @@ def measure(http: httpx.Client, prompts: list[str], show: bool = True) -> tuple[
 
 @click.command()
 @click.option("--prompts", default=len(PROMPTS), show_default=True, help="How many of the prompts.")
+@click.option("--threads", default=0, show_default=True, help="Of the engine; 0: all processors.")
 @click.option("--model", default="", help="GGUF file or folder; default: the embedded model.")
-def main(prompts: int, model: str) -> None:
+def main(prompts: int, threads: int, model: str) -> None:
     """Ask for forced calls and count how they end."""
     console = Console()
-    with Server(*(["--model", model] if model else [])) as server:
+    with Server("--threads", str(threads), *(["--model", model] if model else [])) as server:
         server.ready()
         counts, faults = measure(server.http, PROMPTS[:prompts])
         engine = server.state()["engine"]

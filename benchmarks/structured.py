@@ -126,11 +126,12 @@ def measure(http: httpx.Client, answers: int, show: bool = True) -> tuple[Counte
 
 @click.command()
 @click.option("--answers", default=200, show_default=True)
+@click.option("--threads", default=0, show_default=True, help="Of the engine; 0: all processors.")
 @click.option("--model", default="", help="GGUF file or folder; default: the embedded model.")
-def main(answers: int, model: str) -> None:
+def main(answers: int, threads: int, model: str) -> None:
     """Ask for structured answers and judge them."""
     console = Console()
-    with Server(*(["--model", model] if model else [])) as server:
+    with Server("--threads", str(threads), *(["--model", model] if model else [])) as server:
         server.ready()
         counts, faults = measure(server.http, answers)
     finished = counts["stop"]

@@ -31,14 +31,17 @@ class Binding:
         """The answer can only end here."""
         return not (self._reasoning.inside or self._lost) and self._answer().finished
 
-    def mask(self, logits: Logits) -> Logits:
-        """The logits to choose from. Raises ``NothingAllowed``, and ``GrammarRefused`` for what is not taken."""
+    def mask(self, logits: Logits, ends: bool = True) -> Logits:
+        """The logits to choose from; without ``ends`` the answer goes on.
+
+        Raises ``NothingAllowed``, and ``GrammarRefused`` for what is not taken.
+        """
         if self._reasoning.inside:
             return self._closing_alone(logits)
         beside = self._opening() if self._reasoning.may_open else []
         if self._lost:
             return masked(logits, np.zeros(self._masks.size, dtype=np.bool_), beside)
-        return self._answer().mask(logits, beside)
+        return self._answer().mask(logits, beside, ends)
 
     def tell(self, token: int, turns: list[Turn]) -> None:
         """The next token of the answer, and the turns that it completed."""
@@ -71,10 +74,12 @@ class Binding:
 
     def _closing_alone(self, logits: Logits) -> Logits:
         """Inside a block: no token may end the run, nor close the block and write more than blanks behind the tag."""
-        banned = list(self._start.stop_ids)
+        banned = [*self._start.stop_ids, *self._masks.over_tags]
         if any(self._written.endswith(CLOSING[:n]) for n in range(1, len(CLOSING))):
             pieces = self._masks.pieces
-            banned += [at for at in self._masks.beyond_tags if CLOSING in self._written + pieces[at]]
+            banned += [
+                at for at in self._masks.beyond_tags if (self._written + pieces[at]).partition(CLOSING)[2].strip()
+            ]
         left = logits.copy()
         left[[at for at in banned if at < len(logits)]] = -np.inf
         return left if np.isfinite(left.max()) else logits

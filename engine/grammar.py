@@ -25,6 +25,7 @@ from llguidance._tokenizer import TokenizerWrapper
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
+from engine.pieces import CLOSING
 from engine.protocol import Grammar
 from engine.sampling import Logits
 
@@ -80,8 +81,13 @@ class Masks:
 
     @cached_property
     def beyond_tags(self) -> list[int]:
-        """The ids that write more than blanks behind the end of a tag."""
+        """The ids that may write more than blanks behind the end of a tag that is begun."""
         return [at for at, piece in enumerate(self.pieces) if piece.partition(b">")[2].strip()]
+
+    @cached_property
+    def over_tags(self) -> list[int]:
+        """The ids that write the whole closing tag and more than blanks behind it."""
+        return [at for at, piece in enumerate(self.pieces) if piece.partition(CLOSING)[2].strip()]
 
     def _built(self, text: str) -> LLMatcher:
         matcher = LLMatcher(self.tokenizer, text, log_level=0, limits=_limits())
@@ -116,12 +122,13 @@ class Matcher:
             self._allowed = self._compute()
         return self._allowed
 
-    def mask(self, logits: Logits, beside: Items[int] = ()) -> Logits:
+    def mask(self, logits: Logits, beside: Items[int] = (), ends: bool = True) -> Logits:
         """The logits to choose from, -inf for what is not allowed; those given stay as they are.
 
-        ``beside``: ids that are allowed whatever the grammar says. Raises ``NothingAllowed``.
+        ``beside``: ids that are allowed whatever the grammar says. ``ends``: so is the end of a complete answer. Raises
+        ``NothingAllowed``.
         """
-        return masked(logits, self.allowed(), [*(self._stops if self.complete else ()), *beside])
+        return masked(logits, self.allowed(), [*(self._stops if ends and self.complete else ()), *beside])
 
     def commit(self, token: int) -> None:
         """The answer goes on with ``token``. Raises ``NothingAllowed`` for one that is not allowed."""

@@ -63,9 +63,10 @@ class Grammar(msgspec.Struct, frozen=True):
 class Start(msgspec.Struct, tag="start", frozen=True):
     """Prefill ``tokens`` in ``slot``, then decode at most ``max_tokens``. A stop id ends the run and is not sent.
 
-    No stop id is chosen before the answer has ``min_tokens`` tokens. ``logprobs``: how many alternatives each token's
-    log-probability comes with, -1: none is asked for. ``keep_end``: another choice of the same prompt follows in the
-    same slot; a ``Start`` whose tokens are those kept there begins at the prompt's end.
+    No stop id is chosen before the answer has ``min_tokens`` tokens, but as text where a grammar leaves nothing beside
+    it or a closing holds it. ``logprobs``: how many alternatives each token's log-probability comes with, -1: none is
+    asked for. ``keep_end``: another choice of the same prompt follows in the same slot; a ``Start`` whose tokens are
+    those kept there begins at the prompt's end.
     """
 
     epoch: int

@@ -2,8 +2,8 @@
 
 ``ScriptedEngine`` has no thread, sleep or clock: time is an argument, so a test can run it in virtual time. The process
 (``python -m engine.scripted CONFIG_JSON``) wraps it with real time. The rules of a run are the real engine's
-(``engine/sequence.py``), the closing of its thinking too: a forced token comes before the script's next. Only the other
-tokens and what a step costs come from the script, a JSON file::
+(``engine/sequence.py``), the closing of its thinking too: a forced token comes before the script's next, and is that
+one where they are the same. Only the other tokens and what a step costs come from the script, a JSON file::
 
     {"load_ms": 0, "answers": [
         {"text": "Hello", "prefill_ms_per_row": 0.1, "decode_ms": 5, "round": 1, "then": "stop"},
@@ -12,6 +12,10 @@ tokens and what a step costs come from the script, a JSON file::
 
 The answers are used in order, one a ``Start`` that is not declined; the last one repeats. A run that reaches its
 ``max_tokens`` ends there, before ``then``.
+
+What chooses tokens from logits has no meaning here: sampling, an n-gram ban and a *grammar* are taken and do nothing. A
+script that says no document is answered as it stands, and one that does is ended by its ``then``. So a test of this
+engine says nothing of a constraint but that it was carried this far; the real loop's are in ``tests/test_grammar.py``.
 """
 
 from __future__ import annotations
@@ -79,6 +83,24 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load_ms: float = 0.0
 
 
+class Teller:
+    """What one run says next. A round that is cut where a token is forced is told on from there."""
+
+    def __init__(self, run: Sequence, answer: Answer) -> None:
+        self.run, self.answer = run, answer
+        self._told = self._written = 0  # of the script's tokens, of the run's
+
+    def next(self) -> list[int]:
+        """The tokens of the next round: a forced one alone, or the script's."""
+        if self.run.forced is not None:
+            return [self.run.forced]
+        ids = self.answer.ids
+        for token in self.run.answer[self._written :]:  # one that was forced is the script's where it says the same
+            self._told += ids[self._told : self._told + 1] == [token]
+        self._written = len(self.run.answer)
+        return ids[self._told : self._told + self.answer.round]
+
+
 class ScriptedFault(Exception):
     """What a scripted fault is called."""
 
@@ -105,7 +127,7 @@ class ScriptedEngine:
         self._slots = Slots(config.epoch, config.parallel, described.window, self._failpoints, known)
         self._safe_rows = config.safe_rows or SAFE_ROWS
         self._inbox: list[Start | Seen | Cancel | Measure] = []
-        self._answers: dict[int, tuple[Sequence, Answer]] = {}  # by slot
+        self._tellers: dict[int, Teller] = {}  # by slot
         self._begun = 0
         self._loaded_at: float | None = None
         self._work: tuple[int, Sequence] | None = None
@@ -192,35 +214,35 @@ class ScriptedEngine:
             self._done_at = at + self._cost(*self._work)
         return self._work is not None
 
-    def _answer(self, slot: int, run: Sequence) -> Answer:
-        """The answer of the run in a slot; the next of the script for a run that is new."""
-        held = self._answers.get(slot)
-        if held is None or held[0] is not run:
+    def _teller(self, slot: int, run: Sequence) -> Teller:
+        """Who tells the answer of the run in a slot; the next of the script for a run that is new."""
+        held = self._tellers.get(slot)
+        if held is None or held.run is not run:
             answers = self._script.answers
-            held = self._answers[slot] = run, answers[min(self._begun, len(answers) - 1)]
+            held = self._tellers[slot] = Teller(run, answers[min(self._begun, len(answers) - 1)])
             self._begun += 1
-        return held[1]
+        return held
 
     def _cost(self, slot: int, run: Sequence) -> float:
         """Seconds of the step a run needs next."""
-        answer = self._answer(slot, run)
+        teller = self._teller(slot, run)
         if run.step is Step.PREFILL:
             rows = min(run.prompt - run.rows, self._safe_rows)
-            return rows * answer.prefill_ms_per_row / 1000
+            return rows * teller.answer.prefill_ms_per_row / 1000
         if not run.answer:  # it began at a prompt's end, whose first token needs no step
             return 0.0
-        return max(len(_next(run, answer)), 1) * answer.decode_ms / 1000
+        return max(len(teller.next()), 1) * teller.answer.decode_ms / 1000
 
     def _finish(self, slot: int, run: Sequence, at: float, said: list[Timed]) -> None:
         """The step under way is over: what it said, and its round."""
-        answer, ms = self._answer(slot, run), self._cost(slot, run) * 1000
+        teller, ms = self._teller(slot, run), self._cost(slot, run) * 1000
         self._work = None
         try:
             if run.step is Step.PREFILL:
                 self._read(run, at, ms, said)
                 ms = 0.0  # the first round comes with the prompt's last row
             if run.step is Step.ROUND and run.limit > 0 and not self._mute:
-                self._decide(run, answer, at, ms, said)
+                self._decide(run, teller, at, ms, said)
         except Exception as error:
             said.append((at, self._slots.fault(run, type(error).__name__)))
 
@@ -232,10 +254,10 @@ class ScriptedEngine:
         else:
             said.append((at, run.read(stop, ms, NO_LOGITS)))
 
-    def _decide(self, run: Sequence, answer: Answer, at: float, ms: float, said: list[Timed]) -> None:
+    def _decide(self, run: Sequence, teller: Teller, at: float, ms: float, said: list[Timed]) -> None:
         """Propose the next round; past the script's end, do what it says then."""
-        first = len(run.answer)
-        ids = _next(run, answer)
+        first, answer = len(run.answer), teller.answer
+        ids = teller.next()
         harm = self._failpoints.harm("token", range(first + 1, first + max(len(ids), 1) + 1))
         if harm:
             self._suffer(harm, at, said)
@@ -256,14 +278,6 @@ class ScriptedEngine:
     def _memory(self, message: Measure) -> Memory:
         taken = WEIGHTS_BYTES + self._described.window * KV_BYTES_PER_ROW
         return Memory(message.epoch, message.run, taken, taken, taken, message.rows * KV_BYTES_PER_ROW)
-
-
-def _next(run: Sequence, answer: Answer) -> list[int]:
-    """The tokens of the next round. ``propose`` cuts off what comes behind a forced one: it is read again later."""
-    if run.forced is not None:
-        return [run.forced]
-    first = len(run.answer) - run.forced_tokens
-    return answer.ids[first : first + answer.round]
 
 
 def _certain(ids: list[int], alternatives: int) -> list[TokenLogprob]:

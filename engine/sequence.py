@@ -25,11 +25,11 @@ from enum import Enum
 
 from engine.binding import Binding
 from engine.failpoints import Failpoints
-from engine.grammar import Masks
+from engine.grammar import Masks, NothingAllowed
 from engine.pieces import Vocabulary
 from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Resumed, Seen, Start, TokenLogprob, Tokens, Turn
 from engine.reasoning import Reasoning
-from engine.sampling import Adjustments, Logits, Repeats
+from engine.sampling import Adjustments, Logits, Repeats, highest
 
 NO_TAGS = Vocabulary()
 
@@ -69,7 +69,6 @@ class Sequence:
         self._binding: Binding | None = None
         if start.grammar is not None and masks is not None:
             self._binding = Binding(start, masks, vocabulary, self.reasoning)
-        self.forced_tokens = 0  # written so far: nothing chose them
         self._repeats = Repeats(start.thinking.ngram)
         self.vocabulary = vocabulary
         self.acked = 0
@@ -104,13 +103,22 @@ class Sequence:
         return self.reasoning.forced
 
     def adjusted(self, raw: Logits) -> Logits:
-        """The logits the next token is chosen from, ``raw`` itself where nothing changes them."""
+        """The logits the next token is chosen from, ``raw`` itself where nothing changes them.
+
+        Raises ``LogitsNotFinite``, and what a grammar raises (``Binding.mask``).
+        """
         banned = self._repeats.banned() if self.reasoning.inside else []
         if banned:  # the block must stay one that can be closed
             spared = {*self.vocabulary.closing, *self.vocabulary.close[self.reasoning.spelled :][:1]}
             banned = [token for token in banned if token not in spared]
         adjusted = self.adjustments.apply(raw, len(self.answer), banned)
-        return adjusted if self._binding is None else self._binding.mask(adjusted)
+        if self._binding is None:
+            return adjusted
+        highest(raw)  # before a mask could hide what is no number
+        try:
+            return self._binding.mask(adjusted)
+        except NothingAllowed:  # stop ids that may not end it yet may be all that fits: they are text then
+            return self._binding.mask(self.adjustments.apply(raw, self.start.min_tokens), ends=False)
 
     @property
     def finished(self) -> bool:
@@ -163,7 +171,6 @@ class Sequence:
 
     def _tell(self, token: int) -> None:
         """The one place where what judges tokens is told the next one of the answer, in order."""
-        self.forced_tokens += self.forced is not None
         if self.reasoning.inside:
             self._repeats.tell(token)
         turns = self.reasoning.feed(token)

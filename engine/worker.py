@@ -126,17 +126,19 @@ class Engine:
     def _propose(self, run: Sequence, raw: sampling.Logits, began: float) -> None:
         """The token the logits choose, with its log-probability where the run asks for that, as the next round.
 
-        Where the thinking must be closed it is the forced one instead, and nothing but the model is asked about it.
+        Where the thinking must be closed it is the forced one instead, whatever the logits say; the alternatives beside
+        it are those of any token there.
         """
         start, position = run.start, len(run.answer)
         self._suffer(self._failpoints.harm("token", [position + 1]))
         if run.finished:  # the grammar allows nothing at all, as an empty pattern does
             run.propose([], _ms_since(began), ending="stop")
             return
-        adjusted, token = raw, run.forced
+        adjusted, token = run.adjusted(raw), run.forced
         if token is None:
-            adjusted = run.adjusted(raw)
             token = sampling.choose(adjusted, start.sampling, start.choice, position)
+        else:
+            sampling.highest(raw)  # a forward pass that went wrong is a fault here too
         asked = start.logprobs >= 0
         logprobs = [token_logprob(raw, adjusted, token, start.logprobs)] if asked else []
         run.propose([token], _ms_since(began), logprobs=logprobs)

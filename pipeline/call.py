@@ -143,6 +143,15 @@ class Call:
             ended, n=piece.n, handle=handle, characters=piece.characters, **self._told(piece, counters)
         )
 
+    def read_cut(self, counters: dict[str, int]) -> Text | None:
+        """What the text stage still held of an answer that ends before its run did: it stands (row F5)."""
+        if self.text is None:
+            return None
+        piece = self.text.finish()
+        entries = self.logprobs.add([], [], piece) if self.logprobs else []
+        self._told(piece, counters)
+        return Text(piece.parts, entries, self.shown(self.choice)) if piece.parts else None
+
     def _told(self, piece: Piece, counters: dict[str, int]) -> dict[str, Any]:
         """What the text says of a choice beside its text; calls that are not sent are counted."""
         counters["dropped_calls"] += piece.dropped_calls - self.dropped_calls

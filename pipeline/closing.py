@@ -22,14 +22,14 @@ def choice_ended(call: Call, choice: int, finish: str) -> ChoiceEnd:
 def finished(call: Call, end: Finish, window: int) -> list[ChoiceEnd | End]:
     """A request is over: the end of the choice it was at, if that has one, and of the answer, if it was the last."""
     call.over()
-    if end.code == "context_length_exceeded":
+    if end.code == "context_length_exceeded" and call.head.prompts:
         _too_long(call, window)
     head = call.head
     head.ends.append(end)
     choice, rest = min(call.choices_ended, call.choices - 1), call.rest()
     listed = len(head.members) > 1
     if call.several and (not end.code or (listed and not refused(end))):
-        one = ChoiceEnd(call.shown(choice), end.finish, rest)
+        one = ChoiceEnd(call.shown(choice), end.finish, rest, end.code)
         return [one, *_answer_ended(head, one.choice, True, [])]
     return [*_answer_ended(head, call.shown(choice), False, rest)]
 

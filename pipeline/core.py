@@ -32,6 +32,7 @@ class Core(EngineLife):
         super().__init__(policy, memory)
         self._handlers: dict[type, Callable[[Any, float], None]] = {
             ev.Received: self._received,
+            ev.BodyGrew: self._body_grew,
             ev.Checked: self._checked,
             ev.Fetched: self._fetched,
             ev.Prepared: self._prepared,
@@ -102,6 +103,12 @@ class Core(EngineLife):
             self._effects.append(do.ReadBody(request.id))
             if request.parent >= 0 and not siblings:  # the list is over already, and this was still on its way
                 self._stop([request], Trigger.hang_up, now, "sibling")
+
+    def _body_grew(self, event: ev.BodyGrew, now: float) -> None:
+        request = self._live(event.request, RequestState.received)
+        if request is not None:
+            request.body_bytes = max(request.body_bytes, event.body_bytes)
+            self._fire(request, Trigger.grow, now)
 
     def _checked(self, event: ev.Checked, now: float) -> None:
         request = self._live(event.request, RequestState.received)

@@ -28,6 +28,13 @@ class Received(_Event, frozen=True):
     parent: int = -1
 
 
+class BodyGrew(_Event, frozen=True):
+    """More of its body came than it was known to have: ``body_bytes`` so far."""
+
+    request: int
+    body_bytes: int
+
+
 class Checked(_Event, frozen=True):
     """The body was read and judged. ``code`` is a word of the error table, "" when it is well formed.
 
@@ -214,6 +221,7 @@ class Shutdown(_Event, frozen=True):
 
 Event = (
     Received
+    | BodyGrew
     | Checked
     | Fetched
     | Prepared

@@ -38,6 +38,7 @@ class Firing:
         self.steps: list[Step] = []
         self._effects: list[Effect] = []
         self._left: list[int] = []  # lists of prompts of which one has ended in this event
+        self._ran: list[int] = []  # those of them where that one had a slot
         self._refused: list[int] = []  # those of them that are refused as a whole
 
     def _fire(self, record: Record, trigger: Trigger, now: float, line: str = "") -> Row:
@@ -108,7 +109,9 @@ class Firing:
         """The request is over: count it, tell its client, log it, forget it."""
         memory = self.memory
         del memory.requests[request.id]
-        self._left = [*self._left, root(request)] if is_member(request) else self._left
+        if is_member(request):
+            self._left = [*self._left, root(request)]
+            self._ran = [*self._ran, root(request)] if request.admitted_at is not None else self._ran
         memory.recent = [request, *memory.recent[: RECENT - 1]]
         request.ended_at = now
         if request.state is RequestState.abandoned:
@@ -121,8 +124,10 @@ class Firing:
         request.outcome = outcome.code or outcome.finish
         summary.count(memory.counts, request, outcome)
         end = summary.finish(request, outcome, now)
-        if summary.refused(end) and is_member(request):
+        if is_member(request) and summary.refused(end):
             self._refused = [*self._refused, root(request)]
+        elif is_member(request) and request.stream:  # its finish is sent: the others have no status of their own now
+            self._open(request)
         self._effects.append(end)
         self._effects.append(do.Log(summary.log_line(request, now)))
 

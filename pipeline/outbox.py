@@ -50,11 +50,15 @@ class Comment(msgspec.Struct):
 
 
 class ChoiceEnd(msgspec.Struct):
-    """One choice of several is complete; the others go on. ``logprobs``: those that went with no part of it."""
+    """One choice of several is over; the others go on. ``logprobs``: those that went with no part of it.
+
+    ``code``: a word of the error table for one that an error or a time-out ended.
+    """
 
     choice: int
     finish: str
     logprobs: list[Entry] = []
+    code: str = ""
 
 
 class End(msgspec.Struct):

@@ -83,6 +83,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "refused_live_full": ("error", "live_full"),
     "refused_queue_full": ("error", "queue_full"),
     "refused_engine_failed": ("error", "engine_restarting"),
+    "refused_bodies_full": ("error", "live_full"),
     "bad_json": ("error", "?"),
     "unknown_model": ("error", "model_not_found"),
     "bad_shape": ("error", "?"),

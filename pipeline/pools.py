@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Any, TypeVar
 
 from engine.pipe import BrokenFrame, read_frame
@@ -63,9 +63,13 @@ class TooLarge(WorkFailed):
 
 
 class Pool:
-    """At most ``size`` workers, each started when it is needed. Used from one event loop."""
+    """At most ``size`` workers, each started when it is needed. Used from one event loop.
 
-    def __init__(self, size: int = WORKERS) -> None:
+    ``modules``: what a worker imports as it starts, so that no task's time goes into it.
+    """
+
+    def __init__(self, size: int = WORKERS, modules: Sequence[str] = ()) -> None:
+        self._size, self._modules = size, modules
         self._places = asyncio.Semaphore(size)
         self._free: list[_Worker] = []
         self._ends: dict[_Worker, asyncio.Task[None]] = {}  # killed, to be reaped
@@ -99,9 +103,15 @@ class Pool:
 
     async def close(self) -> None:
         """Kill every worker and wait until they are gone. A call in progress raises ``WorkerDied``."""
+        if self._closed:
+            return
         self._closed = True
         for worker in list(self._all):
             self._kill(worker)
+        for _ in range(self._size):  # whoever starts one has noticed, and killed it
+            await self._places.acquire()
+        for _ in range(self._size):
+            self._places.release()
         await asyncio.gather(*self._ends.values())
 
     async def _worker(self) -> _Worker:
@@ -113,9 +123,11 @@ class Pool:
             self._kill(worker)
         if self._closed:
             raise WorkerDied(None)
-        worker = _Worker(await _spawned())
+        worker = _Worker(await _spawned(self._modules))
         self._all.append(worker)
         try:
+            if self._closed:
+                raise WorkerDied(None)
             async with asyncio.timeout(START_S):
                 await worker.ready()
         except BaseException as error:
@@ -184,12 +196,13 @@ class _Worker:
         await self._process.wait()
 
 
-async def _spawned() -> asyncio.subprocess.Process:
+async def _spawned(modules: Sequence[str]) -> asyncio.subprocess.Process:
     try:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "pipeline.pools",
+            *modules,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a traceback could hold a prompt
@@ -202,12 +215,14 @@ async def _spawned() -> asyncio.subprocess.Process:
 # -- in the worker -----------------------------------------------------------------------------------------------
 
 
-def main() -> None:
+def main(modules: Sequence[str]) -> None:
     """Do tasks until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(os.dup(1), "wb") as sink, os.fdopen(0, "rb") as source:
         os.dup2(2, 1)  # what a function prints is no answer
         threading.Thread(target=_leave_with_parent, args=(source.fileno(),), daemon=True).start()
+        for module in modules:
+            importlib.import_module(module)
         _say(sink, _HELLO)
         with contextlib.suppress(BrokenFrame, BrokenPipeError):
             while (task := read_frame(source)) is not None:
@@ -242,4 +257,4 @@ def _leave_with_parent(source: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,8 +1,9 @@
 """What happens to a request before the queue, off the event loop: its body is judged, its prompts are rendered.
 
-A pool of two threads does what is quick; a large body and every constraint go to processes that can be killed. The
-pure work is the stages'. Each step ends in the fact the core waits for. What the core must not see stays with the
-``Call``: the parsed body, the prompts' tokens, a refusal's words.
+A pool of two threads does what is quick; a large body and every constraint go to processes that can be killed, and the
+prompt of a large body, which may take minutes, to a thread that nobody else waits for. The pure work is the stages'.
+Each step ends in the fact the core waits for. What the core must not see stays with the ``Call``: the parsed body, the
+prompts' tokens, a refusal's words.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from stages.schema import ChatRequest
 from stages.validate import prompts_of
 
 LARGE = 256 << 10
-"""Bytes. A larger body is judged in a process of its own: parsing it would hold up everything else."""
+"""Bytes. A larger body is judged in a process: parsing it, or rendering its prompt, would hold up everything else."""
 JUDGE_S = 60.0
 """Seconds that may take, then the process is killed."""
 
@@ -40,7 +41,8 @@ class Preparation:
         self._book, self._rules = book, book.rules
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prepare")
-        self._processes = Pool()
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="prepare-large")
+        self._processes = Pool(modules=(judge.__module__, grammar_of.__module__))
         self._described: Described | None = None
         self._renderer: asyncio.Future[Renderer] = self._loop.create_future()
 
@@ -64,9 +66,10 @@ class Preparation:
     async def prepare(self, call: Call) -> ev.Prepared:
         """Render and tokenise every prompt, once the checkpoint is known, and compile what binds the answer."""
         judged, call.judged = call.judged, None  # a body may be large: nobody reads it again
-        assert judged is not None and judged.request is not None
+        assert judged is not None and judged.request is not None and call.checked is not None
         renderer = await self.renderer()
-        prompts = await self._loop.run_in_executor(self._pool, _rendered, renderer, judged, float(call.created))
+        pool = self._large if call.checked.body_bytes > LARGE else self._pool
+        prompts = await self._loop.run_in_executor(pool, _rendered, renderer, judged, float(call.created))
         if isinstance(prompts, Refusal):
             return ev.Prepared(call.request, 0, *_refused(call, prompts))
         grammar = await self._grammar(judged)
@@ -122,7 +125,8 @@ class Preparation:
 
     async def close(self) -> None:
         """Start nothing more, and leave no process behind."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._large):
+            pool.shutdown(wait=False, cancel_futures=True)
         await self._processes.close()
 
 

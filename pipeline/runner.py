@@ -28,10 +28,12 @@ from pipeline.core import Core
 from pipeline.engine_life import UNUSABLE
 from pipeline.faults import told, unhandled
 from pipeline.outbox import Comment
+from pipeline.pools import Raised
 from pipeline.prepare import Preparation
 from pipeline.recording import capabilities, recorder
 from pipeline.rules import rulebook
 from pipeline.settings import Settings, failpoints, policy
+from pipeline.summary import refused
 
 log = logging.getLogger("tandem")
 
@@ -153,7 +155,7 @@ class Runner:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and call is not None:
-            self._failed(call, stage, type(error).__name__)
+            self._failed(call, stage, error.name if isinstance(error, Raised) else type(error).__name__)
         elif error is not None:
             log.error("[fault] in %s: %s", stage, told(error))
 
@@ -179,8 +181,14 @@ class Runner:
         self.post(ev.Received(request, call.name, route, body_bytes, call.seed, wall))
         return call
 
+    def reading(self, call: Call, size: int) -> None:
+        """So much of a body is here, more than was known of."""
+        self.post(ev.BodyGrew(call.request, size))
+
     def body(self, call: Call, body: bytes) -> None:
-        """The body came whole: judge it in the pool."""
+        """The body came whole: judge it in the pool, unless its request is over."""
+        if not self._live(call):
+            return
         if self._recorder is not None and self._recorder.full:
             self._recorder.text({"request": call.request, "body": body.decode("utf-8", "replace")})
         self._spawn(self._judge(call, body), call, "judge")
@@ -376,7 +384,7 @@ class Runner:
         try:
             fact = call.read(message, self.counters)
         except Exception as error:
-            self._failed(call, "text", type(error).__name__)
+            self._broke(call, error)
             return
         self.post(fact)
 
@@ -389,8 +397,13 @@ class Runner:
             try:
                 fact = call.read_end(fact, self.counters)
             except Exception as error:
-                self._failed(call, "text", type(error).__name__)
+                self._broke(call, error)
         self.post(fact)
+
+    def _broke(self, call: Call, error: Exception) -> None:
+        """The text stage raised: what it still holds is not to be trusted."""
+        call.text = None
+        self._failed(call, "text", type(error).__name__)
 
     # -- effects on a client -------------------------------------------------------------------------------------
 
@@ -413,8 +426,20 @@ class Runner:
 
     def _finish(self, effect: do.Finish) -> None:
         call = self._calls.pop(effect.request)
+        if effect.code and not refused(effect):
+            self._let_go(call)
         for item in closing.finished(call, effect, self.window):
             call.outbox.put(item, self.now())
+
+    def _let_go(self, call: Call) -> None:
+        """An error or a time-out ends an answer in the middle: its text so far stands, what was held of it too."""
+        try:
+            text = call.read_cut(self.counters)
+        except Exception as error:
+            log.error("[fault] in text: %s", told(error))
+            return
+        if text is not None:
+            call.outbox.put(text, self.now())
 
     def _forget(self, effect: do.Forget) -> None:
         call = self._calls.pop(effect.request)
@@ -430,8 +455,10 @@ class Runner:
     async def close(self) -> None:
         """Stop the engine and the recording. Nothing is a fact any more: the engine's end is not its loss."""
         self._closed = True
-        for task in list(self._tasks):
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
         if self._link is not None:

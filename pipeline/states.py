@@ -45,6 +45,7 @@ class Trigger(Enum):
 
     # a request
     arrive = "arrive"  # the route matched, the key passed
+    grow = "grow"  # more of the body came than was known of
     check = "check"  # the body was read and judged
     fetch = "fetch"  # its images are here
     enqueue = "enqueue"  # the prompt is rendered and counted

@@ -46,9 +46,11 @@ def refused(end: Finish) -> bool:
 def join(ends: list[Finish]) -> Finish:
     """What the client of a list of prompts is told, from its members' ends in the order they came.
 
-    One that refuses is the answer, else the last. Usage is summed; what was waited is the first one's.
+    One that refuses is the answer, else the first that an error ended, else the last. Usage is summed; what was waited
+    is the first one's.
     """
-    whole = next((end for end in ends if refused(end)), ends[-1])
+    faulty = [end for end in ends if end.code]
+    whole = next(filter(refused, ends), [*faulty, ends[-1]][0])
     first = min(ends, key=lambda end: end.request)
     return msgspec.structs.replace(
         whole,

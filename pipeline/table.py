@@ -52,9 +52,14 @@ def draining(_request: Request, facts: Facts) -> bool:
     return facts.draining and not facts.inside
 
 
-def live_full(_request: Request, facts: Facts) -> bool:
+def live_full(request: Request, facts: Facts) -> bool:
     """Too many requests, or too many bytes of them, are before the queue."""
-    return (facts.before_queue > facts.max_live or facts.bodies > facts.max_bodies) and not facts.inside
+    return (facts.before_queue > facts.max_live or bodies_full(request, facts)) and not facts.inside
+
+
+def bodies_full(_request: Request, facts: Facts) -> bool:
+    """Too many bytes of requests are before the queue."""
+    return facts.bodies > facts.max_bodies
 
 
 def queue_full(_request: Request, facts: Facts) -> bool:
@@ -171,6 +176,8 @@ ROWS: tuple[Row, ...] = (
     _row("refused_queue_full", R.received, T.arrive, queue_full, R.finished, "503 at once: the queue is full"),
     _row("refused_engine_failed", R.received, T.arrive, engine_failed, R.finished, "503 at once: the engine failed"),
     _row("arrived", R.received, T.arrive, None, None, "reading the body"),
+    _row("refused_bodies_full", R.received, T.grow, bodies_full, R.finished, "503: too much is being read"),
+    _row("reads_on", R.received, T.grow, None, None, "the body has more bytes than were known of"),
     _row("bad_json", R.received, T.check, bad_json, R.finished, "400: the body is no JSON object"),
     _row("unknown_model", R.received, T.check, unknown_model, R.finished, "404: no such model"),
     _row("bad_shape", R.received, T.check, bad_shape, R.finished, "400, names the field"),

@@ -3,7 +3,8 @@
 Order is entry into ``queued``; one that comes back keeps its place. Line times count from the waiter's arrival.
 
 The prompts of one list wait for one another: while one of them holds a slot the others' clock stands still, and begins
-anew when it is over. Their client is told of one place alone, that of the first who is left.
+anew when it is over; one that waited in vain leaves it as it is. Their client is told of one place alone, that of the
+first who is left.
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ class Waiting(Firing):
         for parent in refused:
             self._stop(self._family(parent), Trigger.hang_up, now, "sibling")
         left, self._left = self._left, []
+        ran, self._ran = self._ran, []
         for parent in left:
             members = self._family(parent)
             if any(member.slot >= 0 for member in members):
                 continue
             for member in members:
-                member.waits_from = now
+                member.waits_from = now if parent in ran else member.waits_from
                 self._start_waiting_clock(member)
                 if member.line_at is not None:
                     member.line_at = next_line_at(member.received_at, now, self.policy.line_every_s)

@@ -104,9 +104,14 @@ class Gate:
         """This gate as it is now; a call must not be open."""
         return copy.copy(self)
 
+    @property
+    def full(self) -> bool:
+        """D6: with ``parallel`` off only the first call is let out."""
+        return not self._parallel and self._index >= 0
+
     def open(self, name: str) -> list[Delta]:
-        """A call begins. With ``parallel`` off only the first is let out (D6)."""
-        if not self._parallel and self._index >= 0:
+        """A call begins."""
+        if self.full:
             return [Dropped("parallel")]
         self.busy, self._name, self._parts, self._matched = True, name, [], 0
         self._held = self._before is not None and self._before[0] == name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -27,6 +27,7 @@ TAGS = (OPEN, CLOSE, FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END)
 _LONGEST = 200  # characters of a tag: a name is at most 64, the rest is for stray spaces
 _TAG_END = re.compile(r"[<>\n]")
 _BLANKS = re.compile(r"\s*")
+_SKIPPED = re.compile(r"\s{0,4096}")  # a model may write blanks for ever
 _BAD_NAME = re.compile("[\\s<>{}\"'=\ud800-\udfff]")
 
 
@@ -60,9 +61,9 @@ def _may_become(body: str, tag: str) -> bool:
     return tag.startswith(body) or (tag[-1] == "=" and body.startswith(tag))
 
 
-def good_name(name: str) -> bool:
-    """Whether a tool can be called that: an unrendered template cannot."""
-    return bool(name) and _BAD_NAME.search(name) is None
+def good_name(name: str, offered: Collection[str]) -> bool:
+    """Whether a tool can be called that: one that is offered can whatever its name, an unrendered template cannot."""
+    return name in offered or (bool(name) and _BAD_NAME.search(name) is None)
 
 
 def blanks(text: str, at: int) -> int:
@@ -71,39 +72,69 @@ def blanks(text: str, at: int) -> int:
     return found.end() if found else at
 
 
+def skipped(text: str, at: int) -> int:
+    """The same where what follows decides: more blanks than anyone writes are text."""
+    found = _SKIPPED.match(text, at)
+    return found.end() if found else at
+
+
 def next_tag(text: str, at: int, final: bool) -> Tag | Wait | None:
     """The tag after the blanks; none where the text ends or other text stands there."""
-    at = blanks(text, at)
+    at = skipped(text, at)
     if at == len(text):
         return None if final else WAIT
     return tag_at(text, at, final) if text[at] == "<" else None
 
 
-def close_counts(text: str, at: int, known: Callable[[str], bool], final: bool) -> bool | Wait:
-    """D8: whether a ``</parameter>`` that ends at ``at`` closes the value.
+class Closes:
+    """D8: judges which ``</parameter>`` of a call closes a value. ``declared``: the tool's parameters.
 
     An undeclared parameter behind it speaks for a close only if its own close counts: otherwise it is text of the
-    value, and cannot be told from one earlier.
+    value, and cannot be told from one earlier. So a row of such closes has one verdict. It is walked once, whatever the
+    model writes again and again and however that comes.
     """
-    while True:
-        tag = next_tag(text, at, final)
-        if not isinstance(tag, Tag):
-            return WAIT if tag == WAIT else False
-        if tag.kind != PARAMETER:
-            return tag.kind == FUNCTION_END or (tag.kind == CLOSE and last_close(text, tag.end, final))
-        if known(tag.name):
-            return True
-        found = text.find(PARAMETER_END, tag.end)
-        if found < 0:
-            return False if final else WAIT
-        at = found + len(PARAMETER_END)
+
+    def __init__(self, declared: Collection[str]) -> None:
+        self._declared = declared
+        self._verdicts: dict[int, bool] = {}  # by where a close ends in the answer
+        self._row: list[int] = []  # the closes walked so far that share the verdict to come
+        self._from = 0  # where the next of them is looked for
+
+    def counts(self, text: str, at: int, base: int, final: bool) -> bool | Wait:
+        """Whether a close that ends at ``at`` counts; ``text`` begins at ``base`` in the answer."""
+        place = base + at
+        if place not in self._verdicts:
+            if self._row[:1] != [place]:
+                self._row, self._from = [place], place
+            verdict = self._walk(text, base, final)
+            if verdict == WAIT:
+                return WAIT
+            self._verdicts.update(dict.fromkeys(self._row, verdict))
+        return self._verdicts[place]
+
+    def _walk(self, text: str, base: int, final: bool) -> bool | Wait:
+        while self._row[-1] not in self._verdicts:
+            tag = next_tag(text, self._row[-1] - base, final)
+            if not isinstance(tag, Tag):
+                return WAIT if tag == WAIT else False
+            if tag.kind != PARAMETER:
+                return tag.kind == FUNCTION_END or (tag.kind == CLOSE and last_close(text, tag.end, final))
+            if not self._declared or tag.name in self._declared:
+                return True
+            found = text.find(PARAMETER_END, max(tag.end, self._from - base))
+            if found < 0:
+                self._from = base + max(tag.end, len(text) - len(PARAMETER_END) + 1)
+                return False if final else WAIT
+            self._from = base + found + len(PARAMETER_END)
+            self._row.append(self._from)
+        return self._verdicts[self._row[-1]]
 
 
 def last_close(text: str, at: int, final: bool) -> bool | Wait:
     """Whether a ``</tool_call>`` that ends at ``at`` ends a call whose closes are missing: an end or a call follows."""
     tag = next_tag(text, at, final)
     if tag is None:
-        return blanks(text, at) == len(text)
+        return skipped(text, at) == len(text)
     return WAIT if tag == WAIT else isinstance(tag, Tag) and tag.kind == OPEN
 
 
@@ -111,7 +142,7 @@ def end_counts(text: str, at: int, final: bool) -> bool | Wait:
     """Whether a ``</function>`` that ends at ``at`` closes a value too: the end of the call or of the text follows."""
     tag = next_tag(text, at, final)
     if tag is None:
-        return blanks(text, at) == len(text)
+        return skipped(text, at) == len(text)
     return WAIT if tag == WAIT else isinstance(tag, Tag) and tag.kind == CLOSE
 
 
@@ -126,17 +157,18 @@ def opens_nested(text: str, at: int, final: bool) -> bool | Wait:
 class ValueEnd:
     """Judges which tag ends a value. ``declared``: the tool's parameters, ``given``: those the call has."""
 
-    def __init__(self, declared: Collection[str], given: Collection[str]) -> None:
+    def __init__(self, declared: Collection[str], given: Collection[str], closes: Closes) -> None:
         self._declared = declared
         self._given = given
+        self._closes = closes
         self._depth = 0
 
-    def judge(self, text: str, tag: Tag, at: int, final: bool) -> bool | Wait:
-        """Whether ``tag``, which begins at ``at`` in ``text``, ends the value. Each tag is judged once."""
+    def judge(self, text: str, tag: Tag, at: int, base: int, final: bool) -> bool | Wait:
+        """Whether ``tag``, which begins at ``at`` in ``text``, ends the value; ``base``: as in ``Closes.counts``."""
         if self._depth or tag.kind == FUNCTION:
             return self._nested(text, tag, final)
         if tag.kind == PARAMETER_END:
-            return close_counts(text, tag.end, self._known, final)
+            return self._closes.counts(text, tag.end, base, final)
         if tag.kind == FUNCTION_END:
             return end_counts(text, tag.end, final)
         if tag.kind == CLOSE:
@@ -155,16 +187,13 @@ class ValueEnd:
             self._depth -= 1
         return False
 
-    def _known(self, name: str) -> bool:
-        return not self._declared or name in self._declared
-
 
 def bare_call(text: str, names: Sequence[str], final: bool) -> bool | Wait:
     """Whether ``text`` begins with a JSON call object of an offered tool."""
     at = 0
-    offered = tuple(f'"{name}"' for name in names)
+    offered = tuple(json.dumps(name, ensure_ascii=False) for name in names)
     for options in (("{",), ('"name"',), (":",), offered, (",",), ('"arguments"',), (":",)):
-        at = blanks(text, at)
+        at = skipped(text, at)
         rest = text[at:]
         hit = next((option for option in options if rest.startswith(option)), None)
         if hit is None:
@@ -208,8 +237,8 @@ class Braces:
         return False
 
 
-def call_object(text: str) -> tuple[str, dict[str, Any]] | str:
-    """Name and arguments of a JSON call object, or why it is none."""
+def call_object(text: str, names: Collection[str]) -> tuple[str, dict[str, Any]] | str:
+    """Name and arguments of a JSON call object, or why it is none; ``names``: of the offered tools."""
     try:
         call = json.loads(text, strict=False, parse_constant=no_constant)
         arguments = call.get("arguments", {})
@@ -218,6 +247,6 @@ def call_object(text: str) -> tuple[str, dict[str, Any]] | str:
     except (ValueError, RecursionError):
         return "broken JSON"
     name = call.get("name")
-    if not isinstance(name, str) or not good_name(name):
+    if not isinstance(name, str) or not good_name(name, names):
         return "no name"
     return (name, arguments) if isinstance(arguments, dict) else "broken JSON"

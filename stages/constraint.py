@@ -21,7 +21,7 @@ from stages import jsonschema
 from stages.jsonschema import Fault
 from stages.jsonschema_close import DEFS
 from stages.jsonschema_fault import REGEX, at_fault
-from stages.refusal import Refusal, quoted, refuse
+from stages.refusal import Refusal, joined, quoted, refuse
 from stages.schema import Request
 
 MAX_BYTES = 256 * 1024
@@ -131,7 +131,7 @@ def _structured_outputs(request: Request) -> _Found:
     wanted = {name: entry for name, entry in value.items() if entry is not None and entry is not False}
     for name in wanted:
         if name not in _STRUCTURED:
-            return [refuse("unsupported_parameter", f"{param}.{name}", f"{param}.{quoted(name)} is not supported.")]
+            return [refuse("unsupported_parameter", param + joined(name), f"{param}: {quoted(name)} is not supported.")]
     if not wanted:
         return []
     if len(wanted) != 1:
@@ -319,7 +319,7 @@ def served(schema: Any, param: str, compile: Compile) -> Any:
 
 def _refused(param: str, fault: Fault) -> Refusal:
     """The client sees the whole path; ``refusal.masked`` is what a log shows of it."""
-    path = param + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in fault.path)
+    path = param + joined(*fault.path)
     subject = f"{fault.keyword} at {path}" if fault.keyword else f"The schema at {path}:"
     return refuse("unsupported_schema", path, f"{subject} {fault.text}")
 

@@ -35,6 +35,8 @@ VALUE
 </tool_call>"""
 
 Entry = dict[str, Any]
+BARE: Entry = {"description": "", "parameters": {"type": "object", "properties": {}}}
+"""What a tool that says nothing of itself is given, for templates that ask."""
 
 
 def entries(messages: list[Message]) -> list[Entry]:
@@ -53,11 +55,37 @@ def told(entries: list[Entry], tools: list[Entry], can: Abilities) -> list[Entry
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         entries = _with_system(entries, TOOLS_TEXT.replace("{tools}", lines))
     entries = [_for(entry, can) for entry in entries]
+    if not can.ids:
+        entries = _renamed(entries)
     if not can.mid_system:
         entries = entries[:1] + [_user(entry) if entry["role"] == "system" else entry for entry in entries[1:]]
     if not can.system and entries[0]["role"] == "system":
         entries = [_user(entries[0]), *entries[1:]]
     return entries if can.doubles else _joined(entries)
+
+
+def shown(tools: list[Entry], can: Abilities) -> list[Entry] | None:
+    """The tools as the template gets them; None: it gets none."""
+    if not tools or not can.tools:
+        return None
+    return tools if can.bare_tools else [tool | {"function": BARE | tool["function"]} for tool in tools]
+
+
+def _renamed(entries: list[Entry]) -> list[Entry]:
+    """The same calls and results under ids of nine letters and digits, in the order they come in."""
+    ids: dict[str | None, str] = {}
+
+    def new(id: str | None) -> str:
+        return ids.setdefault(id, f"call{len(ids):05d}")
+
+    renamed = []
+    for entry in entries:
+        if "tool_calls" in entry:
+            entry = entry | {"tool_calls": [call | {"id": new(call.get("id"))} for call in entry["tool_calls"]]}
+        if "tool_call_id" in entry:
+            entry = entry | {"tool_call_id": new(entry["tool_call_id"])}
+        renamed.append(entry)
+    return renamed
 
 
 def _entry(message: Message) -> Entry:

@@ -19,9 +19,14 @@ TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 _UNENFORCED = """
 not if then else contains minContains maxContains dependencies dependentRequired dependentSchemas propertyNames
 unevaluatedItems unevaluatedProperties uniqueItems $dynamicRef $recursiveRef extends disallow divisibleBy
+contentEncoding contentMediaType contentSchema
 """
 UNENFORCED = frozenset(_UNENFORCED.split())
 """What a draft knows and no mask here can hold: refused by name (row E5)."""
+
+_OTHERS = "$ref $defs definitions type enum const required pattern format additionalItems"
+ALL = ONE | MANY | NAMED | COUNTS | LIMITS | UNENFORCED | frozenset(_OTHERS.split())
+"""Every keyword that a path into a schema may hold."""
 
 FORMATS = {
     "date-time": "",

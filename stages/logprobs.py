@@ -1,8 +1,9 @@
 """The log-probabilities a client asked for: held until the text of their token is sent, then shaped for its route.
 
 What this file knows: OpenAI's two shapes and the bytes of a token. When a token's text is out is the text stage's word
-(``Piece``). A token that only began before a stop string is not told, nor one whose text is still held back; one whose
-bytes complete no character goes with the next piece or the finish (rows F2 and F7).
+(``Piece``). A token that only began before a stop string is not told, nor one whose text is still held back, nor one of
+a thinking that is hidden (B10); one whose bytes complete no character goes with the next piece or the finish (rows F2
+and F7).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 
 from engine.protocol import TokenLogprob
-from stages.text import Piece
+from stages.text import HIDDEN, Piece
 
 LOWEST = -9999.0
 """What -inf is sent as: JSON has no infinity."""
@@ -41,14 +42,16 @@ class Logprobs:
 
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
-        self._held: list[Entry] = []  # not handed out yet, in order
+        self._held: list[Entry | None] = []  # not handed out yet, in order; none for a token that is not told
         self._out = 0  # answer tokens handed out
         self._shown = 0  # answer tokens that may be: the text stage's count
 
     def add(self, ids: list[int], logprobs: list[TokenLogprob], piece: Piece) -> list[list[Entry]]:
         """A round and what the text stage made of it: the entries that go with each of its parts."""
         judged = zip(ids, logprobs, piece.starts, strict=False)  # it judges none past a stop
-        self._held += [self._entry(token, logprob, start) for token, logprob, start in judged]
+        self._held += [
+            None if start == HIDDEN else self._entry(token, logprob, start) for token, logprob, start in judged
+        ]
         self._shown = piece.shown
         return [self._take(through) for through in piece.through]
 
@@ -60,7 +63,7 @@ class Logprobs:
         count = max(through - self._out, 0)
         taken, self._held = self._held[:count], self._held[count:]
         self._out += count
-        return taken
+        return [entry for entry in taken if entry]
 
     def _entry(self, token: int, logprob: TokenLogprob, start: int) -> Entry:
         top = zip(logprob.top_ids, logprob.top_logprobs, strict=True)

@@ -28,7 +28,7 @@ import msgspec
 from tokenizers import Tokenizer
 
 from engine.protocol import Described
-from stages.conversation import Entry, entries, told
+from stages.conversation import Entry, entries, shown, told
 from stages.judge import ending
 from stages.offer import offered
 from stages.refusal import Refusal, refuse
@@ -67,6 +67,8 @@ class Renderer:
         self._template = Template(described.template, described.special)
         self._guard = _guard(self._tokenizer)
         self.pieces = described.pieces
+        self._window = described.window
+        self._longest = max(map(len, self.pieces), default=0) or 1
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.thinks = OPEN in described.template or any(token.content == OPEN for token in added)
         """Whether the checkpoint itself knows the tags of thinking."""
@@ -107,12 +109,26 @@ class Renderer:
             return prompts
         prompt, name = prompts[index], prompt_name(len(prompts), index)
         if isinstance(prompt, str):
+            oversize = self._oversize(prompt, name)
+            if oversize:
+                return oversize
             return Prompt(self._begun(self._encode([prompt])), state_of(prompt, thinking))
         outside = next((token for token in prompt if not 0 <= token < self._vocab), None)
         if outside is not None:
             text = f"{name} holds the token id {outside}; this model's vocabulary is 0 to {self._vocab - 1}."
             return refuse("invalid_value", name, text)
         return Prompt(prompt, state_of(self._tokenizer.decode(prompt, skip_special_tokens=False), thinking))
+
+    def _oversize(self, text: str, field: str) -> Refusal | None:
+        """A refusal of a text that no tokenizer could fit into the window: reading it whole would take minutes.
+
+        Every token writes at most so many bytes; a normaliser may drop some of the text, so four times as many.
+        """
+        least = len(text.encode()) // (4 * self._longest)
+        if least <= self._window:
+            return None
+        said = f"The prompt has more than {least} tokens and the model's window is {self._window}. Shorten the prompt."
+        return refuse("context_length_exceeded", field, said)
 
     def _encode(self, texts: list[str]) -> list[int]:
         ids: list[int] = []
@@ -132,6 +148,9 @@ class Renderer:
         text = self._render(request, wall, thinking)
         if isinstance(text, Refusal):
             return text
+        oversize = self._oversize(text.whole, "messages")
+        if oversize:
+            return oversize
         return Prompt(
             self._begun(self._encode(text.whole.split(MARK))), state_of(text.tail.replace(MARK, ""), thinking)
         )
@@ -141,11 +160,11 @@ class Renderer:
             text = "This checkpoint has no chat template that can be used: send a prompt to /v1/completions."
             return refuse("invalid_value", "messages", text)
         can, tools = self._template.can, self._guard(offered(request) or [])
-        shown = tools if tools and can.tools else None
+        offer = shown(tools, can)
         extra = self._guard(variables(request, thinking))
 
         def run(messages: list[Entry], header: bool) -> str | Unrendered:
-            return self._template.run(messages, header=header, wall=wall, tools=shown, extra=extra)
+            return self._template.run(messages, header=header, wall=wall, tools=offer, extra=extra)
 
         messages = told(self._guard(entries(request.messages)), tools, can)
         last = request.messages[-1]

@@ -21,9 +21,26 @@ Run: TypeAlias = tuple[Where, str]
 """``answer`` is content in which calls are read; ``content`` is what stands around it."""
 
 
-def may_open(text: str) -> bool:
-    """B0: whether an answer that begins so may still become an opening tag."""
-    return OPEN.startswith(text.lstrip(_BLANKS))
+class Begin:
+    """B0: the begin of an answer for as long as it may still become an opening tag, blanks in front of it."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._texts: list[str] = []
+        self._tag = ""  # without the blanks, which a model may write for ever
+
+    def push(self, text: str) -> bool:
+        """Read on; whether it still may."""
+        self.size += len(text)
+        self._texts.append(text)
+        self._tag = (self._tag + text).lstrip(_BLANKS)
+        return OPEN.startswith(self._tag)
+
+    def take(self) -> str:
+        """What was read; after it nothing is."""
+        text = "".join(self._texts)
+        self.size, self._texts, self._tag = 0, [], ""
+        return text
 
 
 def tag_begin(text: str) -> int:
@@ -36,7 +53,7 @@ class Split:
     """One answer's. ``shape`` is tags, reasoning_content, both or hidden, ``state`` as in ``protocol.Thinking``.
 
     ``held``: characters taken that nothing was said of yet. ``added``: characters of content that the model did not
-    write there, less those it wrote for nothing.
+    write there, less those it wrote that are none of the content.
     """
 
     def __init__(self, shape: str, state: str, blank_line: bool = False) -> None:
@@ -45,7 +62,9 @@ class Split:
         self._tags = shape in ("tags", "both")
         self._apart = shape in ("reasoning_content", "both")
         self._blank_line = blank_line and shape == "reasoning_content"
-        self._held = ""
+        self._begin = Begin()
+        self._newlines = 0  # of the thinking that wait, and behind them
+        self._tag = ""  # the begin of a close
         self._opener = self.where == "open"  # it was not sent yet
         self._lead = False  # the newline behind the model's own opening tag may follow
         self._after = False  # only newlines since the close
@@ -53,7 +72,8 @@ class Split:
     @property
     def held(self) -> int:
         """Characters that wait for more; where they went into the content already, none."""
-        return 0 if self._tags and self.where == "open" else len(self._held)
+        waits = 0 if self._tags else self._newlines + len(self._tag)
+        return self._begin.size + waits
 
     def push(self, text: str) -> list[Run]:
         """Read on; what can be said now."""
@@ -61,25 +81,24 @@ class Split:
             return self._answer(text) if self._after else [("answer", text)] if text else []
         if self.where == "open":
             return self._thinking(text)
-        self._held += text
-        if may_open(self._held):
+        if self._begin.push(text):
             return []
-        self.where, text, self._held = "off", self._held, ""
-        return [("answer", text)]
+        self.where = "off"
+        return [("answer", self._begin.take())]
 
     def turn(self, text: str, kind: str, size: int) -> list[Run]:
         """Read on through the end of a tag: the last ``size`` characters, with those before, are the tag."""
         if kind == "opened":
-            self._add(-len(self._held) - len(text))
-            self.where, self._held, self._opener, self._lead = "open", "", True, True
+            self.added -= len(self._begin.take()) + len(text)
+            self.where, self._opener, self._lead = "open", True, True
             return []
-        runs = self._write(text)
-        thinking = self._held[: len(self._held) - size].rstrip("\n")
-        self.where, self._held, self._after = "off", "", True
-        if self._apart and thinking:
-            runs.append(("reasoning", thinking))
+        text, runs = self._write(text)
+        whole = self._tag + text
+        if thinking := whole[: len(whole) - size].rstrip("\n"):
+            runs += self._let_go(thinking)
+        self.where, self._newlines, self._tag, self._after = "off", 0, "", True
         if self._tags and not size:
-            self._add(len(CLOSE))
+            self.added += len(CLOSE)
             runs += self._content(CLOSE)
         if self._blank_line:
             runs.append(("content", BLANK_LINE))
@@ -87,41 +106,47 @@ class Split:
 
     def finish(self) -> list[Run]:
         """No text follows: what was held is what it looks like, and an opener that met no text goes out alone."""
-        held, self._held = self._held, ""
         if self.where == "may":
-            self.where = "off"
+            self.where, held = "off", self._begin.take()
             return [("answer", held)] if held else []
         if self.where == "off":
             return []
         runs = self._content("") if self._tags and self._opener else []
-        return [*runs, ("reasoning", held)] if self._apart and held else runs
+        held, self._tag = self._tag, ""
+        return [*runs, *(self._let_go(held) if held or self._newlines else [])]
 
     def _thinking(self, text: str) -> list[Run]:
-        runs = self._write(text)
-        count = len(self._held) - tag_begin(self._held)
-        if count and self._apart:
-            runs.append(("reasoning", self._held[:count]))
-        self._held = self._held[count:]
+        text, runs = self._write(text)
+        whole = self._tag + text
+        count = len(whole) - tag_begin(whole)
+        if count:
+            runs += self._let_go(whole[:count])
+        self._tag = whole[count:].lstrip("\n")
+        self._newlines += len(whole) - count - len(self._tag)
         return runs
 
-    def _write(self, text: str) -> list[Run]:
-        """Text of the thinking: beside the tags it is content at once, and otherwise held."""
+    def _let_go(self, text: str) -> list[Run]:
+        """Thinking that can be no part of the close, behind the newlines that then are none either."""
+        text, self._newlines = "\n" * self._newlines + text, 0
+        return [("reasoning", text)] if self._apart else []
+
+    def _write(self, text: str) -> tuple[str, list[Run]]:
+        """Text of the thinking without the newline behind the model's own tag; beside the tags content at once."""
         if self._lead and text:
             self._lead = False
             if text[0] == "\n":
                 text = text[1:]
-                self._add(-1)
-        self._held += text
-        return self._content(text) if self._tags and text else []
-
-    def _add(self, count: int) -> None:
-        self.added += count if self._tags else 0
+                self.added -= 1
+        if self._tags:
+            return text, self._content(text) if text else []
+        self.added -= len(text)
+        return text, []
 
     def _content(self, text: str) -> list[Run]:
         if not self._opener:
             return [("content", text)]
         self._opener = False
-        self._add(len(OPENER))
+        self.added += len(OPENER)
         return [("content", OPENER + text)]
 
     def _answer(self, text: str) -> list[Run]:
@@ -130,4 +155,5 @@ class Split:
         blanks = text[: len(text) - len(rest)]
         self._after = not rest
         runs: list[Run] = [("content", blanks)] if self._tags and blanks else []
+        self.added -= 0 if self._tags else len(blanks)
         return [*runs, ("answer", rest)] if rest else runs

@@ -6,9 +6,12 @@ not: statuses and types, which hang on the code and live in ``pipeline/outcomes.
 
 from __future__ import annotations
 
+import json
 import re
 
 import msgspec
+
+from stages import keywords
 
 TEXT_BYTES = 1400
 """Most bytes of a text once encoded as JSON: with the param and the object around it an error stays under 2 KB."""
@@ -34,10 +37,14 @@ thinking_budget_tokens reasoning_budget reasoning_budget_tokens max_thinking_tok
 documents add_generation_prompt continue_final_message chat_template tokenize return_dict
 bos_token eos_token pad_token unk_token strftime_now raise_exception
 """
-KNOWN = frozenset(_NAMES.split())
-"""Every name of ours that a ``param`` may hold; a test holds that no field of the table is missing here."""
+KNOWN = frozenset(_NAMES.split()) | keywords.ALL
+"""Every name of ours and of JSON Schema's that a ``param`` may hold; a test holds that no field of the table is missing
+here."""
 
-_SEGMENT = re.compile(r"\[\d{1,6}\]|[^.\[\]]+")
+_HOLD_NAMES = keywords.NAMED | {"$defs", "definitions", "dependentSchemas", "logit_bias"}
+"""Behind these stands a name of the client's, whatever it spells."""
+_SEGMENT = re.compile(r"\[\"(?:[^\"\\]|\\.)*(?:\"\]|\Z)|\[\d{1,6}\]|[^.\[\]]+", re.DOTALL)
+_PLAIN = re.compile(r"[\w$-]+")
 _encode = msgspec.json.Encoder().encode
 
 
@@ -68,11 +75,27 @@ def quoted(word: str) -> str:
     return f"'{word}'" if len(word) <= WORD_CHARS else f"'{word[:WORD_CHARS]}…'"
 
 
+def joined(*steps: str | int) -> str:
+    """What stands behind a param that leads into a client's own object. A name with other signs than a word's is
+    quoted, so that none of it passes for a step of its own."""
+    return "".join(map(_step, steps))
+
+
+def _step(step: str | int) -> str:
+    if isinstance(step, str) and _PLAIN.fullmatch(step):
+        return f".{step}"
+    return f"[{json.dumps(step, ensure_ascii=False)}]"
+
+
 def masked(param: str | None) -> str:
     """``param`` as logs, traces and metrics may show it: known names and indices stay, any other name is ``*``."""
-    return _SEGMENT.sub(_shown, param) if param else ""
+    named = False  # the next step is a client's name
 
+    def shown(segment: re.Match[str]) -> str:
+        nonlocal named
+        step, foreign, named = segment[0], named, segment[0] in _HOLD_NAMES and not named
+        if step.startswith('["'):
+            return ".*"
+        return step if step.startswith("[") or (step in KNOWN and not foreign) else "*"
 
-def _shown(segment: re.Match[str]) -> str:
-    name = segment[0]
-    return name if name.startswith("[") or name in KNOWN else "*"
+    return _SEGMENT.sub(shown, param) if param else ""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from stages.reasoning import CLOSE, OPEN
 
-_LONE = re.compile(r"</think>[ \t\r]*(\n|\Z)")
+_LONE = re.compile(r"</think>[ \t\r]{0,200}(\n|\Z)")  # a model may write blanks for ever
 _TAG = re.compile(f"{OPEN}|{CLOSE}")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _LINE = 200
@@ -38,19 +38,20 @@ class Stray:
 
     def push(self, text: str) -> Iterator[str]:
         """What goes on, up to a line at a time: ``inside`` is asked between them."""
-        self._text += text
-        while self._text:
+        text, self._text, at = self._text + text, "", 0
+        while at < len(text):
             if self._start:
-                self._skip = self._inside(self._text[0])
+                self._skip = self._inside(text[at])
                 if not (self._skip or self._fence or self._depth):
-                    lone = _LONE.match(self._text)
+                    lone = _LONE.match(text, at)
                     if lone and lone[1]:
-                        self._text = self._text[lone.end() :]
+                        at = lone.end()
                         continue
-                    if lone or CLOSE.startswith(self._text):
+                    if lone or CLOSE.startswith(text[at : at + len(CLOSE) + 1]):
+                        self._text = text[at:]
                         return
-            end = self._text.find("\n") + 1 or len(self._text)
-            line, self._text = self._text[:end], self._text[end:]
+            end = text.find("\n", at) + 1 or len(text)
+            line, at = text[at:end], end
             self._note(line)
             yield line
 

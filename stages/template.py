@@ -47,6 +47,10 @@ class Abilities(msgspec.Struct, frozen=True):
     """System messages after the conversation began."""
     doubles: bool = True
     """Two messages of one role in a row."""
+    bare_tools: bool = True
+    """A tool that says no more than its name."""
+    ids: bool = True
+    """Ids of calls as they are; else of nine letters and digits."""
 
 
 class Unrendered(msgspec.Struct, frozen=True):
@@ -62,6 +66,9 @@ class Template:
         self._compiled = _compiled(source)
         self._special = dict(special)
         self.usable = self._compiled is not None
+        self._no_tools: list[dict[str, Any]] | None = None
+        if self.usable and not self._takes([_ASKED]):  # made for tools alone: it may take an empty list of them
+            self._no_tools = []
         self.can = self._abilities() if self.usable else Abilities()
 
     def run(
@@ -79,7 +86,12 @@ class Template:
         ours. ``wall``, in seconds since 1970, is the day a template may name, in UTC.
         """
         assert self._compiled is not None
-        ours = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": header}
+        ours = {
+            "messages": messages,
+            "tools": tools or self._no_tools,
+            "documents": None,
+            "add_generation_prompt": header,
+        }
         names = {**(extra or {}), **ours, "strftime_now": _strftime(wall), "raise_exception": _raise, **self._special}
         try:
             return self._compiled.render(names)
@@ -89,7 +101,7 @@ class Template:
             return Unrendered()
 
     def _abilities(self) -> Abilities:
-        asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        asked, said = _ASKED, {"role": "assistant", "content": "b"}
         arguments = {"p": "v"}
         objects = self._shows([asked, _calling(arguments)])
         texts = self._shows([asked, _calling(msgspec.json.encode(arguments).decode())])
@@ -106,6 +118,9 @@ class Template:
             system=self._shows([system, asked]) or not self._takes([asked]),
             mid_system=self._shows([asked, said, system, asked]),
             doubles=self._takes([asked, asked]) or not self._takes([asked]),
+            bare_tools=self._shows([asked], [_BARE]) or not self._shows([asked], [_TOOL]),
+            ids=self._shows([asked, _with_id(calling, "call_0"), _with_id(result, "call_0")])
+            or not self._shows([asked, calling, result]),
         )
 
     def _shows(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> bool:
@@ -116,6 +131,14 @@ class Template:
         return isinstance(self.run(messages, header=True), str)
 
 
+def _with_id(message: dict[str, Any], id: str) -> dict[str, Any]:
+    """The message with another id of its call."""
+    if "tool_calls" in message:
+        return message | {"tool_calls": [call | {"id": id} for call in message["tool_calls"]]}
+    return message | {"tool_call_id": id}
+
+
+_ASKED = {"role": "user", "content": "a"}
 CALL_ID = "abcdefghi"
 """Nine letters and digits: some templates refuse any other length."""
 _TOOL = {
@@ -126,6 +149,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"p": {"type": "string", "description": "d"}}, "required": []},
     },
 }
+_BARE = {"type": "function", "function": {"name": PROBE}}
 
 
 def _calling(arguments: Any, name: str = PROBE) -> dict[str, Any]:

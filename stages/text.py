@@ -5,7 +5,7 @@ What this file knows: the order of the stages and where each of them acts. What 
 
 Every token is judged by itself, and each character goes through the stages in its turn, so how a run's ids are cut
 into rounds changes nothing. Where stops act (row B6): on the raw path everywhere, under a plan from the answer's first
-character on that is no newline, and in no open call on either. A stop that is complete before a call is known to have
+line on that is not blank, and in no open call on either. A stop that is complete before a call is known to have
 begun, or behind its ``</function>``, counts.
 """
 
@@ -19,13 +19,15 @@ import msgspec
 from engine.protocol import Turn
 from stages.answer import Answer
 from stages.calls import CallOpened, Content, Delta, Reasoning, join, text_of
-from stages.reasoning import Run, Split, may_open
+from stages.reasoning import Begin, Run, Split
 from stages.stops import Stops
 from stages.stream import Stream
 from stages.toolcall import CallReader
 
 _MARKS = '<>={}:"`\n'
 """The characters that may begin or end a call: behind any other, where nothing waits, the next stands where it did."""
+HIDDEN = -1
+"""In ``Piece.starts``: the token is not told."""
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,8 @@ class Piece(msgspec.Struct, frozen=True):
 
     For what is told of single tokens: ``through``, by part: the answer tokens that lie wholly in the text sent with it;
     ``shown``: the same count after the last part (at the end without a stop all: nothing of them is to come);
-    ``starts``: by token judged in this push, the characters in front of it, the tags we add among them.
+    ``starts``: by token judged in this push, the characters in front of it, the tags we add among them; ``HIDDEN`` for
+    one of a thinking that is not sent (B10).
 
     ``reasoning``: tokens of the thinking so far, through its closing tag. ``closed``, ``closed_at``: why and at which
     token it closed, if it did in this push. ``opened_calls``, ``closed_calls``: calls sent, and those of them that are
@@ -102,12 +105,12 @@ class TextStage:
         self._last: Turn | None = None  # the close
         self._undecided = reading.plan and reading.state == "may" and bool(self._stops)
         self._begun = not reading.plan  # stops act: the answer's blank lines are over
-        self._wait = ""  # under a plan: what may become an opening tag, in which no stop acts
+        self._begin = Begin()  # under a plan: what may become an opening tag, in which no stop acts
         self._held = ""  # what may become a stop
         self._turns: list[tuple[int, Turn]] = []  # those in the held text, with their places
         self._passed = 0  # characters that stops let go
         self._out: list[Delta] = []
-        self._log: list[str] | None = [] if reading.tools else None  # the thinking, for calls lost in it
+        self._inner = CallReader(reading.tools) if reading.tools else None  # reads the thinking, for calls lost in it
         self._shown = 0  # tokens wholly in what was let go
         self._stopped = self._over = False
         self._keep = 0
@@ -119,7 +122,8 @@ class TextStage:
         for token in ids:
             if self._over:
                 break
-            starts.append(self._stream.chars + self._split.added)
+            secret = self._thinking and self._reading.shape == "hidden"
+            starts.append(HIDDEN if secret else self._stream.chars + self._split.added)
             at = len(self._stream.ends)
             self._token(self._stream.written(token), [turn for turn in turns if turn.at == at] if turns else [])
             if self._out:
@@ -131,8 +135,8 @@ class TextStage:
     def finish(self) -> Piece:
         """No token follows: what was held is what it looks like, and a character still open is none."""
         if self._undecided:
-            wait, self._wait, self._undecided = self._wait, "", False
-            self._judge(wait)
+            self._undecided = False
+            self._judge(self._begin.take())
         if not self._over:
             self._end()
         if not self._stopped:
@@ -183,7 +187,7 @@ class TextStage:
         if self._over:
             return
         if self._undecided:
-            self._undecided, self._wait, text = False, "", self._wait + text
+            self._undecided, text = False, self._begin.take() + text
         self._turns.append((place, turn))
         if self._reading.plan:
             self._held += text
@@ -201,10 +205,9 @@ class TextStage:
         if self._over:
             return
         if self._undecided:
-            self._wait += text
-            if may_open(self._wait):
+            if self._begin.push(text):
                 return
-            self._undecided, self._wait, text = False, "", self._wait
+            self._undecided, text = False, self._begin.take()
         self._judge(text)
 
     # Stops
@@ -228,11 +231,13 @@ class TextStage:
 
     def _silent(self, char: str) -> bool:
         """Whether no stop acts on this character: in the blank lines before the answer, or in a call."""
-        self._begun = self._begun or char != "\n"
+        if not self._begun and char == "\n":
+            return True
+        self._begun = self._begun or not char.isspace()
         inside = self._begun and self._answer.inside(char)
         if inside:
             self._release(len(self._held))
-        return inside or not self._begun
+        return inside
 
     def _stop(self, start: int) -> None:
         """The stop begins at ``start`` in the held text: what stands before it is the last there is to say."""
@@ -248,10 +253,10 @@ class TextStage:
         while self._turns and self._turns[0][0] <= until:
             place, turn = self._turns.pop(0)
             self._say(self._split.turn(self._pass(place), turn.kind, turn.size))
-            self._log = self._log if turn.kind == "opened" else None
+            self._inner = self._inner if turn.kind == "opened" else None
         if text := self._pass(until):
-            if self._log is not None and self._split.where == "open":
-                self._log.append(text)
+            if self._inner and self._split.where == "open":
+                self._inner.push(text)
             self._say(self._split.push(text))
 
     def _pass(self, place: int) -> str:
@@ -274,15 +279,8 @@ class TextStage:
         """Nothing follows, in this order: what each stage still holds."""
         self._over = True
         self._release(len(self._held))
-        self._lost = self._count_lost() if self._split.where == "open" else 0
+        if self._inner and self._split.where == "open":
+            self._inner.finish()
+            self._lost = self._inner.complete
         self._say(self._split.finish())
         self._out += self._answer.finish()
-
-    def _count_lost(self) -> int:
-        """D1: calls in a block that never closed; they are part of the thinking."""
-        if not self._log:
-            return 0
-        reader = CallReader(self._reading.tools or [])
-        reader.push("".join(self._log))
-        reader.finish()
-        return reader.complete

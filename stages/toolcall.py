@@ -28,21 +28,24 @@ from stages.calltags import (
     PARAMETER_END,
     WAIT,
     Braces,
+    Closes,
     Tag,
     ValueEnd,
     bare_call,
     blanks,
     call_object,
     good_name,
+    skipped,
     tag_at,
 )
 
+_WINDOW = 4096
 _MARK = re.compile(r"[<`{]")
 _VALUE_MARK = re.compile(r"\n?<|\n\Z")
-_FENCE = re.compile(r"(`{3,})[^`\n]{0,40}\n")
-_FENCE_END = re.compile(r"`+[ \t]*")
+_FENCE = re.compile(r"(`{3,64})[^`\n]{0,40}\n")
+_FENCE_END = re.compile(r"`{1,64}[ \t]{0,40}")
 _BEGUN = re.compile(r"<[ \t]*(?:tool_call[ \t]*>|function[ \t]*=)|\{\s*\"name\"\s*:")
-_FENCE_START = re.compile(r"`{1,2}\Z|`{3,}[^`\n]{0,40}\Z")
+_FENCE_START = re.compile(r"`{1,2}\Z|`{3,64}[^`\n]{0,40}\Z")
 
 
 class _Fence(msgspec.Struct):
@@ -64,6 +67,7 @@ class CallReader:
         self._gate = Gate(parallel)
         self._step: Callable[[], bool] = self._text
         self._buf = ""
+        self._base = 0  # where it begins in the answer
         self._final = False
         self._out: list[Delta] = []
         self._fence: _Fence | None = None
@@ -80,7 +84,8 @@ class CallReader:
         self._given: list[str] = []
         self._lead = False  # the next character may be the newline before the value
         self._value: Value | None = None  # none: it is not sent
-        self._ends = ValueEnd({}, [])
+        self._closes = Closes({})
+        self._ends = ValueEnd({}, [], self._closes)
 
     @property
     def complete(self) -> int:
@@ -89,8 +94,9 @@ class CallReader:
 
     @property
     def open(self) -> bool:
-        """D10: whether the text ended inside a call; sure after ``finish``."""
-        return self._unread or self._step in (self._json, self._skip) or self._gate.busy
+        """D10: whether the text ended inside a call that may be let out; sure after ``finish``."""
+        begun = self._unread or self._step in (self._json, self._skip)
+        return self._gate.busy or (begun and not self._gate.full)
 
     def inside(self, char: str) -> bool:
         """B6, B7: whether ``char``, the next one, stands in a call; behind a mark that may begin one it does so too."""
@@ -113,8 +119,7 @@ class CallReader:
 
     def finish(self) -> list[Delta]:
         """No text follows: half a tag is text, and a call that is not closed stays open."""
-        self._final = True
-        deltas = self._run()
+        deltas = self._run(final=True)
         if self._step == self._json:
             self._drop("broken JSON")
             self._unread = True
@@ -125,10 +130,18 @@ class CallReader:
             self._emit([Content(self._gap)])
         return join([*deltas, *self._flush()])
 
-    def _run(self) -> list[Delta]:
-        while self._buf and self._step():
-            pass
-        return join(self._flush())
+    def _run(self, final: bool = False) -> list[Delta]:
+        rest = ""  # of a long text: what a step cuts off costs no more than a window
+        while True:
+            self._final = final and not rest
+            if self._buf and self._step():
+                if len(self._buf) > 2 * _WINDOW:
+                    self._buf, rest = self._buf[:_WINDOW], self._buf[_WINDOW:] + rest
+            elif rest:
+                size = max(_WINDOW, len(self._buf))
+                self._buf, rest = self._buf + rest[:size], rest[size:]
+            else:
+                return join(self._flush())
 
     def _flush(self) -> list[Delta]:
         out, self._out = self._out, []
@@ -143,6 +156,7 @@ class CallReader:
 
     def _take(self, count: int) -> str:
         cut, self._buf = self._buf[:count], self._buf[count:]
+        self._base += len(cut)
         if self._fence:
             self._fence.raw += cut
         return cut
@@ -186,7 +200,7 @@ class CallReader:
         tag = tag_at(self._buf, 0, self._final, wanted)
         if tag == WAIT:
             return False
-        if not isinstance(tag, Tag) or (tag.kind == FUNCTION and not good_name(tag.name)):
+        if not isinstance(tag, Tag) or (tag.kind == FUNCTION and not good_name(tag.name, self._names)):
             return self._say(1)
         if tag.kind == FUNCTION:
             return self._begin(tag)
@@ -198,7 +212,7 @@ class CallReader:
 
     def _opening(self, end: int) -> bool:
         """A ``<tool_call>`` opens a call only before one; in a sentence it is a word."""
-        at = blanks(self._buf, end)
+        at = skipped(self._buf, end)
         if at == len(self._buf):
             return self._final and self._no_name(at, unread=True)
         if self._buf[at] == "{":
@@ -211,7 +225,7 @@ class CallReader:
 
     def _inside(self, tag: Tag | None, at: int, end: int) -> bool:
         kind = tag.kind if tag else FUNCTION if self._buf.startswith(FUNCTION, at) else ""
-        if tag and kind == FUNCTION and good_name(tag.name):
+        if tag and kind == FUNCTION and good_name(tag.name, self._names):
             return self._begin(tag)
         if tag and kind == CLOSE:
             return self._no_name(tag.end)
@@ -318,7 +332,7 @@ class CallReader:
         return True
 
     def _call(self, text: str) -> None:
-        call = call_object(text)
+        call = call_object(text, self._names)
         if isinstance(call, str):
             return self._drop(call)
         name, arguments = call
@@ -337,7 +351,8 @@ class CallReader:
     def _begin(self, tag: Tag) -> bool:
         self._take(tag.end)
         self._declared = self._tools.get(tag.name, {})
-        self._given, self._called, self._step = [], True, self._body
+        self._given, self._closes = [], Closes(self._declared)
+        self._called, self._step = True, self._body
         self._gap = ""
         self._emit([*self._gate.open(tag.name), *self._gate.piece("{")])
         return True
@@ -367,7 +382,7 @@ class CallReader:
     def _open_value(self, tag: Tag) -> bool:
         self._take(tag.end)
         self._value, self._lead, self._step = None, True, self._in_value
-        self._ends = ValueEnd(self._declared, self._given)
+        self._ends = ValueEnd(self._declared, self._given, self._closes)
         if tag.name not in self._given:  # a JSON object has each key once: of two the first is sent already
             self._value = Value(self._declared.get(tag.name, TEXT))
             self._emit(self._gate.piece((", " if self._given else "") + quoted(tag.name) + ": "))
@@ -395,7 +410,7 @@ class CallReader:
         if not isinstance(tag, Tag):
             self._write(self._take(at + 1))
             return True
-        ends = self._ends.judge(self._buf, tag, at, self._final)
+        ends = self._ends.judge(self._buf, tag, at, self._base, self._final)
         if ends == WAIT:
             return False
         if ends:

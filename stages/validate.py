@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from stages.offer import malformed
-from stages.refusal import Refusal, quoted, refuse
+from stages.refusal import Refusal, joined, quoted, refuse
 from stages.schema import ChatRequest, CompletionRequest, Message, Part, Request
 from stages.thinking import DEFAULTS, Defaults, boolean
 
@@ -276,7 +276,7 @@ def _hiding(request: Request) -> Refusal | None:
 def _biases(biases: dict[str, Any]) -> Refusal | None:
     """Keys are token ids, values numbers in range or null. Which ids there are is known later: ``foreign_id``."""
     for key, value in biases.items():
-        name = f"logit_bias.{key}"
+        name = "logit_bias" + joined(key)
         if not _ID.fullmatch(key):
             return refuse("invalid_value", name, f"The keys of logit_bias must be token ids, not {quoted(key)}.")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):

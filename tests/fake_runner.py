@@ -70,6 +70,8 @@ class FakeRunner:
         self.calls: list[FakeCall] = []
         self.bodies: list[bytes] = []
         self.told: list[tuple[Any, ...]] = []
+        self.grown: list[int] = []
+        self.bodies_full = 1 << 40
         self.gone = asyncio.Event()
         self.more: dict[str, Any] = {}
 
@@ -87,6 +89,11 @@ class FakeRunner:
         call.stream = asked.get("stream", False)
         call.include_usage = (asked.get("stream_options") or {}).get("include_usage")
         self.answer(call, body)
+
+    def reading(self, call: FakeCall, size: int) -> None:
+        self.grown.append(size)
+        if size > self.bodies_full:
+            call.end("error", "live_full")
 
     def cut(self, call: FakeCall, code: str) -> None:
         self.told.append(("cut", call.request, code))

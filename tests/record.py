@@ -186,6 +186,19 @@ def limits(server: Server) -> None:
     server.idle()
 
 
+@scene("--bodies-mb", "2")
+def bodies(server: Server) -> None:
+    """A body that nobody declared grows over what may be in flight."""
+    server.ready()
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(64):
+            yield b"x" * 65_536
+
+    server.http.post("/v1/chat/completions", content=parts())
+    server.idle()
+
+
 @scene("--safe-rows", "64")
 def leavers(server: Server) -> None:
     """Clients leave before their body came, in admission, in prefill, in decode and in the queue."""
@@ -281,6 +294,22 @@ def prefill(server: Server) -> None:
     server.ready()
     with server.streamed(LONG * 40) as response:
         response.read()
+    server.idle()
+
+
+@scene("--chat-template", "fixtures/templates/thinking.jinja")
+def contract(server: Server) -> None:
+    """Thinking that is closed, a forced call, several choices, a list of prompts, a schema that is not served."""
+    server.ready()
+    server.chat("What is 12 times 12?", max_tokens=24, max_reasoning_tokens=8, ignore_eos=True)
+    properties = {"city": {"type": "string", "maxLength": 12}}
+    parameters = {"type": "object", "properties": properties, "required": ["city"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    server.chat("Hello!", tools=[tool], tool_choice="required", reasoning_effort="none", max_tokens=64, seed=1)
+    server.chat("Name a color.", n=2, max_tokens=6, seed=1)
+    server.http.post("/v1/completions", json={"prompt": ["1, 2, 3,", "The sky is"], "max_tokens": 4})
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string", "pattern": "("}}}
+    server.chat("Hello!", response_format=form)
     server.idle()
 
 

@@ -33,14 +33,18 @@ def until(what: Callable[[], Any], patience: float = PATIENCE_S) -> Any:
     raise TimeoutError(f"never true: {what}")
 
 
+ONE_THREAD = {"TANDEM_THREADS": "1"}
+"""A step of two threads is a hundred times slower while a neighbour holds a processor; one thread loses nothing."""
+
+
 class Server:
-    """One server process. ``flags`` as on the command line."""
+    """One server process. ``flags`` as on the command line; one engine thread unless they or ``env`` say more."""
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         self.log: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "serve", "--port", "0", *flags],
-            cwd=ROOT, env={**os.environ, **(env or {})}, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env={**ONE_THREAD, **os.environ, **(env or {})}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -52,3 +52,19 @@ TEXTUAL = CHATML.replace(
     "[{{ call.function.name + ' ' + call.function.arguments }}]{% endfor %}",
 )
 """Writes a call's arguments as the text they were sent as."""
+
+DEMANDING = (
+    "{% for tool in tools %}{{ tool.function.name + ': ' + tool.function.description }}"
+    "{{ tool.function.parameters.properties | tojson }}\n{% endfor %}"
+    "{% for message in messages %}"
+    "{% for call in message.tool_calls or [] %}"
+    "{% if call.id | length != 9 %}{{ raise_exception('ids have nine letters and digits') }}{% endif %}"
+    "[{{ call.id }} {{ call.function.name }} {{ call.function.arguments | tojson }}]"
+    "{% endfor %}"
+    "{% if message.role == 'tool' %}"
+    "{% if message.tool_call_id | length != 9 %}{{ raise_exception('ids have nine letters and digits') }}{% endif %}"
+    "({{ message.tool_call_id }}) "
+    "{% endif %}{{ message.role }}: {{ message.content }}\n"
+    "{% endfor %}"
+)
+"""Walks the tools even where there are none, reads all of each, and takes ids of one length alone."""

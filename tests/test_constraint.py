@@ -331,6 +331,9 @@ UNMET: dict[str, Any] = {
     "extends": {},
     "disallow": "string",
     "divisibleBy": 2,
+    "contentEncoding": "base64",
+    "contentMediaType": "application/json",
+    "contentSchema": {"type": "object"},
 }
 BESIDE = {
     "if": {"then": {}},

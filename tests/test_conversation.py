@@ -14,7 +14,7 @@ from stages.schema import ChatRequest
 from stages.template import Abilities, Template
 from stages.toolcall import CallReader
 from tests.captures import captured
-from tests.templates import AGENT, CHATML, STRICT, TEXTUAL
+from tests.templates import AGENT, CHATML, DEMANDING, STRICT, TEXTUAL
 from tests.test_prompt import FORGED, WALL, chat, renderer, shown, tokens
 from tests.test_schema import broken
 
@@ -241,3 +241,23 @@ def test_captured():
 def test_a_template_that_takes_nothing():
     """D1: one that raises at everything can nothing, and what it raises at is not put on how messages are ordered."""
     assert Template("{{ raise_exception('no') }}", {}).can == Abilities(mid_system=False)
+
+
+def test_a_demanding_template():
+    """A10: a template that walks tools that are not there, wants them described and ids of nine is served."""
+    bare = [{"type": "function", "function": {"name": "list"}}]
+    assert "user: hi" in shown(USER, template=DEMANDING)
+    assert "list: {}" in with_tools(DEMANDING, USER, tools=bare)
+    again = {"role": "assistant", "content": None, "tool_calls": [call("{}", id="call_2")]}
+    history = (USER, calling(ARGUMENTS), RESULT, again, {**RESULT, "tool_call_id": "call_2"}, USER)
+    text = with_tools(DEMANDING, *history, tools=bare)
+    assert '[call00000 read {"path": "a b", "n": 5}]' in text and "(call00000) tool: done" in text
+    assert "[call00001 read {}]" in text and "(call00001) tool: done" in text
+
+
+def test_what_is_demanded_of_no_template_else():
+    """A10: where a template takes tools and ids as they are, they are as they were sent."""
+    bare = [{"type": "function", "function": {"name": "list"}}]
+    assert json.dumps(bare[0]) in with_tools(AGENT, USER, tools=bare)
+    assert Template(AGENT, {}).can.ids and Template(AGENT, {}).can.bare_tools
+    assert not Template(DEMANDING, {}).can.ids and not Template(DEMANDING, {}).can.bare_tools

@@ -17,6 +17,7 @@ from engine.load import load
 from engine.models import registry
 from engine.pieces import Vocabulary
 from engine.protocol import (
+    Cancel,
     Chunk,
     Config,
     Ended,
@@ -222,6 +223,28 @@ def test_choices_from_a_kept_end_are_the_same(tiny: Loop) -> None:
 def test_choices_from_a_kept_end_are_the_same_with_a_real_model(embedded: Loop) -> None:
     """F11, F8: the same with the embedded model."""
     check_kept_end(embedded)
+
+
+def test_a_choice_that_is_cancelled_leaves_the_next_as_it_is(tiny: Loop) -> None:
+    """F11, G5: a stop text found in choice 0 cancels it; choice 1 begins at the same end, whatever rows were kept."""
+    asked = start(max_tokens=12, logprobs=1)
+    plain = tokens_of(tiny.said(msgspec.structs.replace(asked, choice=1)))
+    for run, keep in ((20, 0), (30, 2), (40, None)):
+        line, first = tiny.line, len(tiny.line.said)
+        line.inbox.append(msgspec.structs.replace(asked, run=run, keep_end=True))
+        while sum(isinstance(m, Tokens) for m in line.said[first:]) < 3:
+            at = len(line.said)
+            tiny.engine.turn()
+            line.inbox += [Seen(1, m.run, m.start + len(m.ids)) for m in line.said[at:] if isinstance(m, Tokens)]
+        line.inbox.append(Cancel(1, run, keep))
+        tiny.engine.turn()
+        ended = line.said[-1]
+        assert isinstance(ended, Ended) and (ended.reason, ended.kept) == (
+            "cancelled",
+            40 + (3 if keep is None else keep),
+        )
+        said = tiny.said(msgspec.structs.replace(asked, run=run + 1, choice=1))
+        assert [m.rows for m in said if isinstance(m, Resumed)] == [40] and tokens_of(said) == plain
 
 
 def test_another_prompt_in_the_slot_drops_the_end(tiny: Loop) -> None:

@@ -280,6 +280,19 @@ def test_no_token_closes_a_block_and_begins_the_answer() -> None:
     assert not np.isneginf(found.mask(flat())[ord(">")])
 
 
+def test_nor_does_one_that_holds_the_whole_tag() -> None:
+    """E4: as above, wherever in the token the tag stands; blanks behind it and text before it are fine."""
+    whole = [b"</think>{", b"a</think>\n{", b"</think>\n\n", b"b>c</think>", b"><"]
+    pieces = [*BYTES, *whole]
+    known, masks = Vocabulary(pieces, frozenset(), frozenset(), tuple(CLOSING)), Masks(pieces, [], 270)
+    start = Start(1, 1, 0, [1], Sampling(), 9, [], thinking=Thinking("open"), grammar=Grammar(text("choice", ["{"])))
+    for written in (b"", b"x", b"<", b"</think"):
+        found = Binding(start, masks, known, Reasoning(start.thinking, known, 100))
+        write_raw(found, written)
+        left = open_ids(found.mask(flat()))
+        assert [at - 256 for at in range(256, 261) if at not in left] == [0, 1, *[4] * (written == b"</think")], written
+
+
 def test_a_model_that_may_think_may_open_a_block_or_answer() -> None:
     """E4: at the first token the opening tag stands beside the grammar; after it, one of them is left."""
     found = bind("may")
@@ -357,6 +370,15 @@ class Line:
         if isinstance(message, Tokens):
             self.inbox.append(Seen(1, message.run, message.start + len(message.ids)))
 
+    def sent_by(self, run: int) -> list[int]:
+        """The tokens a run has sent."""
+        return [token for m in self.said if isinstance(m, Tokens) and m.run == run for token in m.ids]
+
+    def until(self, engine: Engine, ends: int) -> None:
+        """Until so many runs have ended."""
+        while sum(isinstance(m, Ended) for m in self.said) < ends:
+            engine.turn()
+
     def take(self, timeout: float | None) -> list[ToEngine]:
         taken, self.inbox = self.inbox, []
         return taken
@@ -365,14 +387,19 @@ class Line:
         raise AssertionError(code)
 
 
+def made(parallel: int = 1, known: Vocabulary = KNOWN) -> tuple[Engine, Line]:
+    """An engine of the fake model, with masks."""
+    line, points = Line(), Failpoints({})
+    config = Config(1, "fake", device="cpu", threads=1, prefix_chunk=64, safe_rows=8, parallel=parallel)
+    loaded = load(config, checkpoint(), lambda *_, **__: Wide(), line, points)  # type: ignore[arg-type]
+    return Engine(config, dataclasses.replace(loaded, vocabulary=known, masks=MASKS), line, points), line  # type: ignore[arg-type]
+
+
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    """An engine of the fake model, with masks: what a run answers, and how it ends."""
+    """What a run of such an engine answers, and how it ends."""
     before = torch.get_num_threads()
-    line, points = Line(), Failpoints({})
-    config = Config(1, "fake", device="cpu", threads=1, prefix_chunk=64, safe_rows=8)
-    loaded = load(config, checkpoint(), lambda *_, **__: Wide(), line, points)  # type: ignore[arg-type]
-    made = Engine(config, dataclasses.replace(loaded, vocabulary=KNOWN, masks=MASKS), line, points)  # type: ignore[arg-type]
+    made_engine, line = made()
 
     def answer(grammar: str, *, max_tokens: int = 60, stop_ids: tuple[int, ...] = (END,), **more: Any) -> Any:
         line.said.clear()
@@ -380,7 +407,7 @@ def engine() -> Any:
         start = Start(1, 1, 0, [1, 2, 3], sampling, max_tokens, list(stop_ids), grammar=Grammar(grammar), **more)
         line.inbox.append(start)
         while not (line.said and isinstance(line.said[-1], Ended)):
-            made.turn()
+            made_engine.turn()
         rounds = [message for message in line.said if isinstance(message, Tokens)]
         return [token for message in rounds for token in message.ids], rounds, line.said[-1]
 
@@ -437,6 +464,55 @@ def test_a_grammar_the_engine_does_not_take_is_a_fault_of_that_run_alone(engine:
     assert engine(text("choice", ["ok"]))[2].reason == "stop"
 
 
+@pytest.mark.parametrize("error", [GrammarRefused, NothingAllowed, RuntimeError])
+def test_a_matcher_that_fails_on_the_way_is_a_fault_of_its_run_alone(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """E2, F6: what was sent stays, the run beside it goes on, and the same grammar serves the next run."""
+    threads = torch.get_num_threads()
+    engine, line = made(parallel=2)
+    commit = Matcher.commit
+
+    def fails_at_c(matcher: Matcher, token: int) -> None:
+        if token == ord("c"):
+            raise error("the grammar said: xyzzy")
+        commit(matcher, token)
+
+    monkeypatch.setattr(Matcher, "commit", fails_at_c)
+    for run in (1, 2):
+        words = "abcdef" if run == 1 else "uvwxyz"
+        bound = Grammar(text("choice", [words]))
+        line.inbox.append(Start(1, run, run - 1, [1, 2, 3], Sampling(), 60, [END], grammar=bound))
+    line.until(engine, 2)
+    monkeypatch.setattr(Matcher, "commit", commit)
+    line.inbox.append(Start(1, 3, 0, [1, 2, 3], Sampling(), 60, [END], grammar=Grammar(text("choice", ["abcdef"]))))
+    line.until(engine, 3)
+    ends = {m.run: (m.reason, m.why, m.kept) for m in line.said if isinstance(m, Ended)}
+    assert ends[1] == ("fault", error.__name__, 0) and len(ends) == 3
+    assert (ends[2][0], ends[3][0]) == ("stop", "stop")
+    assert [said(line.sent_by(run)) for run in (1, 2, 3)] == ["ab", "uvwxyz", "abcdef"]
+    assert "xyzzy" not in repr(line.said)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("cap", [-1, 0])
+def test_no_mask_and_no_force_hides_logits_that_are_no_numbers(
+    engine: Any, cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F6: a forward pass that went wrong is a fault, whatever a grammar forbids or a budget forces."""
+    forward = Wide.forward
+
+    def broken(*given: Any, **more: Any) -> torch.Tensor:
+        logits = forward(*given, **more)
+        logits[-1, SPECIAL] = torch.nan
+        return logits
+
+    monkeypatch.setattr(Wide, "forward", broken)
+    thinking = Thinking("open", cap) if cap >= 0 else Thinking()
+    ids, _, ended = engine(text("choice", ["abc"]), thinking=thinking, logprobs=0)
+    assert (ids, ended.reason, ended.why) == ([], "fault", "LogitsNotFinite")
+
+
 def test_thinking_runs_free_and_its_forced_closing_binds_what_follows(engine: Any) -> None:
     """E4: a budget closes the block by force; the answer behind it is the document and nothing else."""
     ids, rounds, ended = engine(text("choice", ["abc"]), thinking=Thinking(state="open", cap=7), stop_ids=())
@@ -453,6 +529,14 @@ def test_no_alternative_is_listed_that_the_mask_forbids(engine: Any) -> None:
     assert entries[0].top_ids == [ord("a")]
     assert sorted(entries[1].top_ids) == [ord("b"), ord("c")]
     assert entries[0].logprob < -1.0
+
+
+def test_nor_beside_a_forced_token(engine: Any) -> None:
+    """F7, C3: the closing's alternatives are those of any other token of the thinking: its end is none of them."""
+    ids, rounds, _ = engine(text("choice", ["ab"]), thinking=Thinking("open", 2), logprobs=270)
+    entries = [entry for message in rounds for entry in message.logprobs]
+    assert ids[2] == CLOSE and [END in entry.top_ids for entry in entries] == [False] * 5
+    assert [len(entry.top_ids) for entry in entries[:3]] == [269] * 3
 
 
 needs_model = pytest.mark.skipif(embedded_model() is None, reason="the embedded model is not installed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -248,6 +249,47 @@ def test_body_too_large(chunked: bool) -> None:
         assert json.loads(await response.get_data())["error"]["code"] == "body_too_large"
         assert runner.bodies == [] and runner.told == ([("cut", 1, "body_too_large")] if chunked else [])
         assert len(runner.calls) == chunked
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_body_that_nobody_declared_is_told_as_it_comes(chunked: bool) -> None:
+    """A14: bytes in flight are known while they come, each step of them; declared ones are known before."""
+
+    async def run() -> None:
+        runner = FakeRunner()
+        client = create_app(runner).test_client()
+        part = b" " * (256 << 10)
+        headers = {"Transfer-Encoding": "chunked"} if chunked else {"Content-Length": str(20 * len(part))}
+        async with client.request(CHAT, method="POST", headers=headers) as connection:
+            for _ in range(20):
+                await connection.send(part)
+                await asyncio.sleep(0)
+            await connection.send_complete()
+        assert (await connection.as_response()).status_code == 200
+        assert runner.bodies == [20 * part]
+        assert bool(runner.grown) == chunked
+        assert all(later - sooner > 1 << 20 for sooner, later in itertools.pairwise([0, *runner.grown]))
+
+    asyncio.run(run())
+
+
+def test_a_body_that_grows_too_large_for_the_server() -> None:
+    """A14: over --bodies-mb is a 503 that says when to come back, before the body is whole; it is not handed over."""
+
+    async def run() -> None:
+        runner = FakeRunner()
+        runner.bodies_full = 3 << 20
+        client = create_app(runner).test_client()
+        async with client.request(CHAT, method="POST", headers={"Transfer-Encoding": "chunked"}) as connection:
+            for _ in range(20):
+                await connection.send(b" " * (256 << 10))
+            await connection.send_complete()
+        response = await connection.as_response()
+        assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+        assert json.loads(await response.get_data())["error"]["code"] == "live_full"
+        assert runner.bodies == [] and runner.told == []
 
     asyncio.run(run())
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.scripted import Answer, Script
-from pipeline.events import Draining, EngineLoading, Faulted, Shutdown
+from pipeline.events import BodyGrew, Draining, EngineLoading, Faulted, Shutdown
 from pipeline.firing import root
 from pipeline.states import RequestState, SlotState
 from pipeline.table import BEFORE_SLOT, ENDED
@@ -81,6 +81,10 @@ class Life(RuleBasedStateMachine):
             assert request.state is RequestState.abandoned
             assert id not in memory.queue
             assert not [r.id for r in memory.requests.values() if root(r) == root(request)], "a list is one client's"
+
+    @rule(which=st.integers(0, 6), size=st.sampled_from([1, 5_000, 1 << 31]))
+    def body_grows(self, which: int, size: int) -> None:
+        self.world.post(BodyGrew(len(self.world.clients) - which, size))
 
     @rule(seconds=st.sampled_from([0.001, 0.1, 1.0, 11.0, 45.0]))
     def pass_time(self, seconds: float) -> None:

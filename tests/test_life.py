@@ -8,7 +8,7 @@ import pytest
 
 from engine.scripted import Answer, Script
 from pipeline.effects import CancelRun
-from pipeline.events import Draining, EngineLoading, Faulted, Shutdown
+from pipeline.events import BodyGrew, Draining, EngineLoading, Faulted, Shutdown
 from pipeline.states import RequestState, SlotState
 from tests.world import Plan, World
 
@@ -336,3 +336,30 @@ def test_heard_again() -> None:
     assert world.core.memory.engine.state.value == "ready"
     world.run_until(52.0)
     assert [time for time, _ in world.clients[waiting].lines] == [10.0, 20.0, 30.0, 50.0]
+
+
+def test_bodies_in_flight_are_counted_as_they_come() -> None:
+    """A14: what comes beyond the declared size counts while it is read; who passes the bound is refused, no other."""
+    world = World(Script(), bodies=1_000)
+    first, second = world.arrive(Plan(body_s=5.0)), world.arrive(Plan(body_s=5.0))
+    world.post(BodyGrew(first, 700))
+    world.post(BodyGrew(first, 600))
+    assert [world.core.memory.requests[id].body_bytes for id in (first, second)] == [700, 100]
+    world.post(BodyGrew(second, 301))
+    end = world.clients[second].end
+    assert end is not None
+    assert (end.code, end.status, end.retry_after) == ("live_full", 503, 5)
+    world.post(BodyGrew(second, 900))
+    third = world.arrive(Plan(body_s=5.0))
+    assert world.core.memory.requests[third].row == "arrived"
+    world.run_until(20.0)
+    assert [client.end is not None and client.end.finish for client in world.clients.values()] == [
+        "stop",
+        "error",
+        "stop",
+    ]
+    assert [row for row in rows(world) if row in ("reads_on", "refused_bodies_full")] == [
+        "reads_on", "reads_on", "refused_bodies_full",
+    ]  # fmt: skip
+    world.post(BodyGrew(third, 5_000))
+    assert rows(world)[-1] != "reads_on"

@@ -136,6 +136,32 @@ def test_an_open_stream_goes_on() -> None:
     assert [(finish(world, id).finish, finish(world, id).opened) for id in (2, 3)] == [("stop", True)] * 2
 
 
+def test_a_finish_opens_the_stream() -> None:
+    """A13, F10: an empty answer's finish is sent: the next prompt's error is a finish too, no status behind a 200."""
+    world = World(Script(answers=[Answer(), Answer(ids=[1] * 90, decode_ms=100.0, prefill_ms_per_row=50.0)]))
+    parent = world.arrive(Plan(others=(10, 10)))
+    world.run_until(0.2)
+    assert (finish(world, parent).finish, world.clients[parent].pieces) == ("stop", 0)
+    assert [live(world)[id].opened for id in (2, 3)] == [True, True]
+    world.kill()
+    assert (finish(world, 2).code, finish(world, 2).status) == ("engine_restarting", 200)
+    world.run_until(20.0)
+    assert finish(world, 3).finish == "stop"
+
+
+def test_an_open_list_waits_no_longer_than_one_request() -> None:
+    """A13, I3: prompts that all wait behind somebody else's turn are over together, also on an open stream."""
+    world = World(Script(answers=[Answer(ids=[1] * 900, decode_ms=1_000.0)]), request_timeout=40.0)
+    world.arrive()
+    world.run_until(5.0)
+    world.arrive()  # runs from 40 to 80 s
+    world.run_until(10.0)
+    parent = world.arrive(Plan(others=(10, 10)))
+    world.run_until(60.0)
+    ends = [finish(world, id) for id in (parent, 4, 5)]
+    assert [(end.code, end.opened, end.status) for end in ends] == [("queue_timeout", True, 200)] * 3
+
+
 def test_one_prompt_is_too_long() -> None:
     """A13, A8: a prompt over the window refuses the list before its prompts are requests of their own."""
     world = World(Script())
@@ -221,13 +247,13 @@ finishes = st.builds(
 
 @given(st.lists(finishes, min_size=1, max_size=16))
 def test_ends_joined(ends: list[Finish]) -> None:
-    """A13, F3: usage is summed, a refusal is the answer, else the last end; of one end it is that end."""
+    """A13, F3: usage is summed; a refusal is the answer, else the first error, else the last; of one end it is that."""
     joined = join(ends)
     for field in ("prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens"):
         assert getattr(joined, field) == sum(getattr(end, field) for end in ends)
     assert (joined.code, joined.status, joined.opened) in [(e.code, e.status, e.opened) for e in ends]
     assert refused(joined) == any(refused(end) for end in ends)
     if not refused(joined):
-        assert joined.finish == ends[-1].finish
+        assert joined.finish == next((end for end in ends if end.code), ends[-1]).finish
     assert joined.request == min(end.request for end in ends)
     assert join(ends[:1]) == ends[0]

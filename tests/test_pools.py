@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from engine.grammar import compile_grammar
 from pipeline.judging import grammar_of
 from pipeline.pools import Pool, Raised, TookTooLong, WorkerDied
 from stages.constraint import Constraint
+from stages.judge import Rules, judge
 from stages.refusal import Refusal
 
 
@@ -50,6 +52,10 @@ def print_much() -> int:
 
 def pid() -> int:
     return os.getpid()
+
+
+def imported(module: str) -> bool:
+    return module in sys.modules
 
 
 def session() -> tuple[int, Any]:
@@ -188,6 +194,73 @@ def test_a_worker_leaves_with_its_parent() -> None:
     parent.stdout.close()
     worker.wait(timeout=30)
     assert not worker.is_running()
+
+
+def test_a_pool_that_is_closed_while_a_worker_starts() -> None:
+    """I5: a call that was starting a worker, or waited for a place, is told; no process stays, and none comes later."""
+
+    async def work(pool: Pool) -> list[BaseException | int]:
+        calls = [asyncio.create_task(pool.call(double, n, timeout=30)) for n in range(3)]
+        await asyncio.sleep(0)
+        await pool.close()
+        assert psutil.Process().children() == before
+        return [*await asyncio.gather(*calls, pool.call(double, 4, timeout=30), return_exceptions=True)]
+
+    before = psutil.Process().children()
+    assert [type(answer) for answer in with_pool(work, size=1)] == [WorkerDied] * 4
+
+
+def test_what_a_worker_needs_is_there_before_its_first_task() -> None:
+    """E5: importing takes nothing of a task's time."""
+
+    async def work(pool: Pool) -> tuple[bool, bool]:
+        pool._modules = ("stages.judge",)
+        return await pool.call(imported, "stages.judge", timeout=30), await pool.call(imported, "wave", timeout=30)
+
+    assert with_pool(work, size=1) == (True, False)
+
+
+PADDING = "x" * (300 << 10)
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "anyOf": [{}]}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+LARGE_BODIES: dict[str, tuple[str, Any]] = {
+    "chat": ("chat", {
+        "messages": [
+            {"role": "system", "content": PADDING}, {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "r"},
+            {"role": "tool", "tool_call_id": "c", "content": "r"},
+        ],
+        "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}, "stream": True,
+        "stream_options": {"include_usage": True}, "logit_bias": {"3": 1}, "chat_template_kwargs": {"a": [1]},
+        "reasoning_effort": "low",
+    }),
+    "document": ("chat", {
+        "messages": [{"role": "user", "content": PADDING}], "n": 2,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+    }),
+    "texts": ("completions", {"prompt": [PADDING, "a"], "n": 2, "logprobs": 2, "stop": ["a", "b"]}),
+    "ids": ("completions", {"prompt": [[1] * 200_000, [2]]}),
+    "refused": ("chat", {"messages": [{"role": "user", "content": PADDING}], "temperature": 9}),
+    "model": ("chat", {"model": "other", "messages": PADDING}),
+    "empty": ("chat", PADDING),
+}  # fmt: skip
+
+
+def test_large_bodies_are_judged_the_same_in_a_worker() -> None:
+    """A14: what a worker says of a body, good or bad, is what is said of it here."""
+    rules = Rules(model="model", strict_model=True)
+    asked = [
+        (route, json.dumps(fields | {"model": "model", **fields} if isinstance(fields, dict) else fields).encode())
+        for route, fields in LARGE_BODIES.values()
+    ]
+
+    async def work(pool: Pool) -> list[Any]:
+        return [await pool.call(judge, route, body, rules, {"user-agent": "x"}, timeout=60) for route, body in asked]
+
+    there = with_pool(work, size=1)
+    assert there == [judge(route, body, rules, {"user-agent": "x"}) for route, body in asked]
+    refused = [judged.refusal.code if judged.refusal else "" for judged in there]
+    assert refused == ["", "", "", "", "invalid_value", "model_not_found", "invalid_json"]
 
 
 def test_a_constraint_is_judged_in_a_worker() -> None:

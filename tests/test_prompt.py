@@ -343,3 +343,15 @@ def test_ids_of_other_fields_are_in_the_vocabulary(fields, param):
             assert not isinstance(answer, Refusal)
         else:
             assert (answer.code, answer.param) == ("invalid_value", param)
+
+
+def test_a_prompt_that_no_reading_could_fit():
+    """A8: a text far beyond the window is refused before it is tokenised, with a count it surely has."""
+    text = "word " * 2_000_000
+    for refused in (
+        renderer(CHATML).prompt(chat({"role": "user", "content": text}), WALL),
+        renderer(CHATML).prompt(completion(text), WALL),
+    ):
+        assert isinstance(refused, Refusal)
+        assert refused.code == "context_length_exceeded" and refused.param in ("messages", "prompt")
+        assert "more than" in refused.text and "window" in refused.text and len(refused.text) < 300

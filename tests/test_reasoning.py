@@ -233,6 +233,18 @@ def test_a_block_four_times(tokens: list[int], period: int) -> None:
     assert stalled_at(tokens) == expected
 
 
+def test_a_harmless_run_is_one_too() -> None:
+    """C8, decided: the row is kept to its letter, a block of one token counts like any other.
+
+    So the zeros of 10000 where each digit is a token, a rule of a table and an indentation close the block. A least
+    length for short blocks would spare them; the row names none, and ``--think-stall off`` is there for who thinks so.
+    """
+    zeros = [0, 7, 1, 2, 2, 2, 2, 3]
+    assert stalled_at(zeros) == 7
+    assert stalled_at([1, 2, 2, 2, 3, 2, 2, 2]) is None
+    assert stalled_at([1, *[2, 3] * 4]) == 9  # |-|-|-|-
+
+
 def test_longer_blocks_and_three_times_are_none() -> None:
     """C8: a block of 17 is none, nor one written three times."""
     assert stalled_at(list(range(17)) * 6) is None

@@ -189,3 +189,26 @@ def test_the_split_alone() -> None:
     assert split.push("a</think>b") == [("reasoning", "a</think>b")]
     assert split.turn("c</think>", "closed", 8) == [("reasoning", "c")]
     assert split.push("\n") == [] and split.push("\nx") == [("answer", "x")]
+
+
+@pytest.mark.parametrize("shape", ["tags", "reasoning_content", "both", "hidden"])
+def test_newlines_in_the_thinking(shape: str) -> None:
+    """B2: those that are none of the close's are thinking, in their number and place; the last are dropped."""
+    text = "\n\na\n\n</thi\n\n\n<</\n\nb\n\n\n</think>\n\nx"
+    thinking = text.partition("\n\n\n</think>")[0]
+    reading = Reading(shape=shape, state="open")
+    content, reasoning, _ = said(text, reading)
+    assert reasoning == (thinking if shape in ("reasoning_content", "both") else "")
+    assert content == ("<think>\n" + text if shape in ("tags", "both") else "x")
+    cut = said(text[: text.index("think>", 9)], reading)
+    assert cut[1] == (text[: text.index("think>", 9)] if reasoning else "")
+
+
+def test_what_waits_does_not_grow_what_a_token_costs() -> None:
+    """B0, B2: blanks for ever in front of an answer, and newlines in the thinking, are counted and not read again."""
+    for state, where in (("may", "content"), ("open", "reasoning")):
+        split = Split("reasoning_content", state)
+        assert all(split.push("\n\n") == [] for _ in range(1000))
+        assert split.held == 2000
+        assert split.push("x") == [("answer" if where == "content" else where, "\n" * 2000 + "x")]
+        assert split.held == 0

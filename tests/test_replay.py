@@ -284,7 +284,6 @@ def test_fixture_traces_replay(path: Path) -> None:
     assert report.header.recorded_by.startswith("python -m tests.record ")
 
 
-@pytest.mark.skipif(not FIXTURES, reason="no fixture traces recorded yet")
 def test_fixtures_hit_every_row() -> None:
     """R1: together the recorded traces hit every row of the three tables."""
     hit = {(s.life, s.row) for path in FIXTURES for s in replay(path).steps}

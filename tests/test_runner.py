@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from engine import protocol as wire
@@ -21,6 +26,7 @@ from pipeline.outbox import End, Text
 from pipeline.runner import Runner
 from pipeline.settings import Settings
 from stages.calls import Content
+from stages.prompt import Prompt
 from tests.world import DESCRIBED
 
 SECRET = "the prompt said: xyzzy"
@@ -153,6 +159,119 @@ def test_a_leaver_takes_its_work_along() -> None:
         assert not runner._calls
 
     run(test)
+
+
+def fails(*_: Any) -> Any:
+    raise ValueError(SECRET)
+
+
+def dies(*_: Any) -> Any:
+    os._exit(7)
+
+
+def hangs(*_: Any) -> Any:
+    time.sleep(3_600)
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds", "said"), [(fails, 60, "ValueError"), (dies, 60, "WorkerDied"), (hangs, 0.1, "TookTooLong")]
+)
+def test_a_large_body_whose_worker_fails(
+    work: Callable[..., Any], seconds: float, said: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A14, A9: whatever happens in the worker, its request ends as ours, and the next large one is served."""
+    caplog.set_level(logging.INFO)
+    large = BODY[:-1] + b" " * prepare.LARGE + b"}"
+
+    async def test(runner: Runner) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare, "judge", work)
+            patch.setattr(prepare, "JUDGE_S", seconds)
+            call = runner.receive("chat", 0)
+            runner.body(call, large)
+            end = await ended(call)
+        assert (end.figures.code, end.figures.status) == ("internal_error", 500)
+        following = runner.receive("chat", 0)
+        runner.body(following, large)
+        while following.checked is None:
+            await asyncio.sleep(0.01)
+        assert following.checked.code == ""
+
+    run(test)
+    assert f"in judge: {said}" in caplog.text
+    assert "xyzzy" not in caplog.text
+
+
+def test_a_leaver_takes_its_worker_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G1, A14: a large body that is being judged is dropped when its client leaves, and when the server stops."""
+    monkeypatch.setattr(prepare, "judge", hangs)
+    large = BODY[:-1] + b" " * prepare.LARGE + b"}"
+
+    async def test(runner: Runner) -> None:
+        calls = [runner.receive("chat", 0) for _ in range(3)]  # two are judged, one waits for a place
+        for call in calls:
+            runner.body(call, large)
+        while len(runner._preparation._processes._all) < 2:
+            await asyncio.sleep(0.01)
+        tasks = len(runner._tasks)
+        runner.left(calls[0])
+        while len(runner._tasks) == tasks:
+            await asyncio.sleep(0.01)
+        assert [call.request in runner._calls for call in calls] == [False, True, True]
+
+    before = psutil.Process().children()
+    run(test)
+    assert psutil.Process().children() == before
+
+
+def test_large_prompts_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A14, I9: while large prompts are rendered, which may take minutes, small requests are judged and rendered."""
+    go = threading.Event()
+
+    def rendered(_renderer: Any, judged: Any, _wall: float) -> list[Prompt]:
+        if judged.request.messages[0].content != "Hello":
+            go.wait(30)
+        return [Prompt([1], "off")]
+
+    monkeypatch.setattr(prepare, "Renderer", lambda _described: SimpleNamespace(pieces=[], thinks=False))
+    monkeypatch.setattr(prepare, "_rendered", rendered)
+    large = BODY.replace(b"Hello", b"Hello " * (prepare.LARGE // 5))
+
+    async def test(runner: Runner) -> None:
+        runner._from_engine(DESCRIBED)
+        calls = [runner.receive("chat", 0) for _ in range(3)]
+        for call in calls:
+            runner.body(call, large)
+        while sum(r.state.value == "image_fetched" for r in runner.core.memory.requests.values()) < 3:
+            await asyncio.sleep(0.01)
+        small = runner.receive("chat", 0)
+        runner.body(small, BODY)
+        try:
+            while runner.core.memory.requests[small.request].state.value != "queued":
+                assert not go.is_set()
+                await asyncio.sleep(0.01)
+        finally:
+            go.set()
+        assert runner.core.memory.requests[calls[0].request].state.value == "image_fetched"
+
+    run(test)
+
+
+def test_a_body_that_comes_too_late_is_not_judged() -> None:
+    """A14: the last bytes of a body whose request was refused meanwhile are nobody's work."""
+
+    async def test(runner: Runner) -> None:
+        call = runner.receive("chat", 0)
+        runner.reading(call, 3 << 20)
+        assert (await ended(call)).figures.code == "live_full"
+        tasks = len(runner._tasks)
+        runner.body(call, BODY)
+        runner.reading(call, 5 << 20)
+        assert len(runner._tasks) == tasks
+        assert not runner._calls
+
+    run(test, bodies_mb=1)
 
 
 def test_a_piece_is_held_until_it_is_sent() -> None:

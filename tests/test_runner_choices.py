@@ -30,7 +30,7 @@ class Engine:
     """In the place of the link: every run says its ``answers`` in one round each, and ends."""
 
     def __init__(self, answers: list[list[int]], hold: bool = False) -> None:
-        self.answers, self.hold = answers, hold
+        self.answers, self.hold, self.ends = answers, hold, True
         self.starts: list[wire.Start] = []
         self.told: list[wire.ToEngine] = []
         self.turns: list[wire.Turn] = []
@@ -65,7 +65,8 @@ class Engine:
         self.post(wire.Chunk(start.epoch, start.run, len(start.tokens), len(start.tokens), 1.0))
         logprobs = [wire.TokenLogprob(0.0, [], []) for _ in ids] if start.logprobs >= 0 else []
         self.post(wire.Tokens(start.epoch, start.run, 0, ids, 1.0, logprobs, self.turns))
-        self.post(wire.Ended(start.epoch, start.run, "stop", 1, len(ids)))
+        if self.ends:
+            self.post(wire.Ended(start.epoch, start.run, "stop", 1, len(ids)))
 
 
 class Prepared:
@@ -232,12 +233,12 @@ def test_a_stage_that_breaks_for_one_prompt(stream: bool, monkeypatch: pytest.Mo
         items = await whole(call)
         end = items[-1]
         assert isinstance(end, End)
-        finishes = [(item.choice, item.finish) for item in items if isinstance(item, ChoiceEnd)]
+        finishes = [(item.choice, item.finish, item.code) for item in items if isinstance(item, ChoiceEnd)]
         if stream:
-            assert finishes == [(0, "stop"), (1, "error"), (2, "stop")]
-            assert (end.figures.code, end.figures.completion_tokens, end.closed) == ("", 2, True)
+            assert finishes == [(0, "stop", ""), (1, "error", "internal_error"), (2, "stop", "")]
+            assert (end.figures.completion_tokens, end.closed) == (2, True)
         else:
-            assert finishes == [(0, "stop")]
+            assert finishes == [(0, "stop", "")]
             assert (end.figures.code, end.figures.status, end.closed) == ("internal_error", 500, False)
         assert not runner._calls and not runner.core.memory.requests
 
@@ -291,3 +292,90 @@ def test_rows_that_were_resident(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (end.figures.prompt_tokens, end.figures.cached_tokens) == (3, 2)
 
     live(engine, monkeypatch, test, prompts=[[1, 1, 1]], choices=3)
+
+
+HELD = msgspec.structs.replace(RUN, reading=Reading(stops=["ab!"]), alternatives=0)
+
+
+@pytest.mark.parametrize("trouble", ["time", "engine", "fault", "shutdown"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_held_text_stands(trouble: str, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F5: what was held as a possible stop goes out, with its log-probabilities, when an error ends the answer."""
+    engine = Engine([[2, 1, 2]], hold=True)
+    engine.ends = False
+
+    async def test(runner: Runner, call: Call) -> None:
+        while not engine.starts:
+            await asyncio.sleep(0.001)
+        engine.speak(engine.starts[0])
+        while not [m for m in engine.told if isinstance(m, wire.Seen)]:
+            await asyncio.sleep(0.001)
+        request = runner.core.memory.requests[call.request]
+        if trouble == "time":
+            request.deadline_at = 0.0
+        facts = {
+            "time": ev.Tick(), "engine": ev.EngineDied(1, -9), "fault": ev.Faulted(1, "http", "KeyError"),
+            "shutdown": ev.Shutdown(),
+        }  # fmt: skip
+        runner.post(facts[trouble])
+        items = await whole(call)
+        end = items[-1]
+        assert isinstance(end, End) and end.figures.code
+        if stream or trouble == "time":
+            assert text(items, 0) == "bab"
+            entries = [e for item in items if isinstance(item, Text) for group in item.logprobs for e in group]
+            assert [entry.data for entry in [*entries, *end.logprobs]] == [b"b", b"a", b"b"]
+        else:
+            assert text(items, 0) == "b" and end.figures.status >= 500
+
+    live(engine, monkeypatch, test, run=HELD, stream=stream)
+
+
+def test_what_a_broken_text_stage_held_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A9: after a fault in the text stage only what was sent before it stands."""
+    engine = Engine([[2, 1]], hold=True)
+    engine.ends = False
+
+    async def test(runner: Runner, call: Call) -> None:
+        while not engine.starts:
+            await asyncio.sleep(0.001)
+        engine.speak(engine.starts[0])
+        while not [m for m in engine.told if isinstance(m, wire.Seen)]:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(Call, "read", broken)
+        engine.post(wire.Tokens(1, engine.starts[0].run, 2, [2], 1.0))
+        items = await whole(call)
+        end = items[-1]
+        assert isinstance(end, End) and end.figures.code == "internal_error"
+        assert text(items, 0) == "b"
+
+    def broken(call: Call, message: wire.Tokens, counters: dict[str, int]) -> ev.Progress:
+        raise KeyError
+
+    run = msgspec.structs.replace(RUN, reading=Reading(stops=["ab!"]))
+    live(engine, monkeypatch, test, run=run, stream=True)
+
+
+def test_held_text_of_a_choice_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F5, F11: the choice that is written when the time is over keeps its held text; the one before it is complete."""
+    engine = Engine([[1], [2, 1, 2]], hold=True)
+
+    async def test(runner: Runner, call: Call) -> None:
+        while not engine.starts:
+            await asyncio.sleep(0.001)
+        engine.speak(engine.starts[0])
+        while len(engine.starts) < 2:
+            await asyncio.sleep(0.001)
+        engine.ends = False
+        engine.speak(engine.starts[1])
+        while not [m for m in engine.told if isinstance(m, wire.Seen) and m.n == 3]:
+            await asyncio.sleep(0.001)
+        runner.core.memory.requests[call.request].deadline_at = 0.0
+        runner.post(ev.Tick())
+        items = await whole(call)
+        end = items[-1]
+        assert isinstance(end, End) and (end.figures.code, end.choice, end.closed) == ("request_timeout", 1, False)
+        assert [text(items, choice) for choice in (0, 1)] == ["a", "bab"]
+
+    run = msgspec.structs.replace(RUN, reading=Reading(stops=["ab!"]))
+    live(engine, monkeypatch, test, run=run, choices=2)

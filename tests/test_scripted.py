@@ -272,6 +272,18 @@ def test_the_closing_is_spelled_where_there_is_no_token_of_it(round_: int) -> No
     assert answer == script[:3] + close + script[3:] and turns == [Turn("closed", 10, 8, 0, "budget")]
 
 
+@pytest.mark.parametrize("round_", [1, 2, 5, 9])
+@pytest.mark.parametrize("tags", [("<think>", "</think>"), ()])
+def test_a_closing_that_the_script_has_where_it_is_forced_is_written_once(round_: int, tags: tuple[str, ...]) -> None:
+    """C3: as of a tag that is begun: what the script would say there is what is forced, for any depth of a round."""
+    described, ids = tagged(*tags)
+    close = [ids["</think>"]] if tags else [ids[letter] for letter in "</think>"]
+    for own in (close, close[:3]):
+        script = Answer(ids=[60, 61, *own, 62, 63], round=round_)
+        answer, turns, _ = thought(described, script, "open", 2)
+        assert answer == [60, 61, *close, 62, 63] and [turn.reason for turn in turns] == ["budget"]
+
+
 def test_what_the_script_closes_itself_is_the_models() -> None:
     """C6: by the token or spelled, also as the very first; a budget and a reserve have nothing to do then."""
     described, ids = tagged("<think>", "</think>", special=False)

@@ -239,13 +239,15 @@ def run_of(asked: Start, script: list[int], sizes: list[int]) -> tuple[list[int]
     run = Sequence(asked, 64, TAGS)
     run.read(run.chunk(64)[1], 1.0)
     said: list[FromEngine] = []
-    rounds = list(sizes)
+    rounds, done = list(sizes), 0
     while run.step is not Step.OVER:
-        done = len(run.answer) - run.forced_tokens
         size = rounds.pop(0) if rounds else 1
         ids = [run.forced] if run.forced is not None else script[done : done + size]
         run.propose(ids, 1.0, "" if ids else "stop", [TokenLogprob(-float(i), [], []) for i in ids])
-        said += run.settle()
+        said += (now := run.settle())
+        written = [token for m in now if isinstance(m, Tokens) for token in m.ids]
+        for token in written:  # what is forced is the script's where it says the same
+            done += script[done : done + 1] == [token]
         run.seen(len(run.answer))
     for m in said:
         if isinstance(m, Tokens):
@@ -290,7 +292,7 @@ def test_a_round_is_cut_where_the_closing_must_come() -> None:
     run.seen(2)
     run.propose([4, 5, 6, 1], 1.0)
     assert run.settle() == [Tokens(1, 1, 2, [4, 5, 6, 1], 1.0, [], [Turn("closed", 4, 8, 0, "budget")])]
-    assert run.forced is None and run.forced_tokens == 3 and run.reasoning.count == 5
+    assert run.forced is None and run.reasoning.count == 5
 
 
 def test_what_is_forced_cannot_be_left_out() -> None:
@@ -306,6 +308,19 @@ def test_a_stop_id_inside_the_thinking_ends_the_run() -> None:
     assert run_of(thinking("open", 9, stop_ids=[1]), [0, 1, 0], [])[0] == [0]
     ids, turns, ended = run_of(thinking("open", 1, stop_ids=[4]), [0, 0], [])
     assert (ids, turns, ended.reason) == ([0], [], "stop")
+
+
+def test_a_cancel_leaves_out_the_closing_that_is_under_way() -> None:
+    """G5, C3: forced tokens of a round that is not committed are as any others: not counted, no row stays of them."""
+    for keep, kept in ((None, 7), (1, 6), (9, 7)):
+        run = Sequence(thinking("open", 2), 64, TAGS)
+        run.read(run.chunk(64)[1], 1.0)
+        run.propose([0, 1], 1.0)
+        run.settle()
+        run.seen(2)
+        run.propose([4, 5], 1.0)
+        run.cancel(Cancel(1, 1, keep))
+        assert run.settle() == [Ended(1, 1, "cancelled", kept, 2, 1.0, 2.0)] and run.answer == [0, 1]
 
 
 def test_the_limit_may_fall_into_the_closing() -> None:
@@ -415,6 +430,23 @@ def test_nothing_is_kept_of_a_prompt_half_read_or_of_a_fault() -> None:
     run.read(11, 1.0, LOGITS)
     desk.fault(run, "SomeError")
     assert desk.handle(keeping(3, prompt=11)) == []
+
+
+def test_a_prompt_that_leaves_one_row_has_its_choices_too() -> None:
+    """F11, A8: at the window's end each choice is one token, and none needs a step."""
+    desk = slots(window=6)
+    for run, keep in ((1, True), (2, True), (3, False)):
+        said = desk.handle(keeping(run, keep))
+        turn = desk.turn()
+        assert turn is not None
+        while turn[1].step is Step.PREFILL:
+            said.append(turn[1].read(turn[1].chunk(4)[1], 1.0, LOGITS))
+        turn[1].propose([run], 1.0)
+        said += desk.settle()
+        assert [m.rows for m in said if isinstance(m, Resumed)] == [5] * (run > 1)
+        assert said[-2] == Tokens(1, run, 0, [run], 1.0)
+        assert isinstance(said[-1], Ended) and (said[-1].reason, said[-1].kept) == ("length", 5)
+    assert desk.handle(keeping(4)) == []
 
 
 def test_a_choice_that_may_write_nothing_keeps_the_end_too() -> None:

@@ -6,13 +6,15 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.http.chunks import Stream
 from pipeline.http.shapes import Shape, Whole, call_id
 from pipeline.outbox import ChoiceEnd, Comment, End, Item, Text
+from pipeline.summary import join
 from stages.calls import Arguments, CallClosed, CallOpened, Content, Delta, Reasoning
-from tests.fake_runner import CHAT, NAME, FakeCall, FakeRunner, events
+from tests.fake_runner import CHAT, COMPLETIONS, NAME, FakeCall, FakeRunner, events
 from tests.openai_schemas import check
 from tests.test_http_openai import post
 
@@ -147,6 +149,70 @@ def test_an_error_between_choices() -> None:
     finishes = [c["choices"][0] for c in chunks if c["choices"][0]["finish_reason"]]
     assert [(c["index"], c["finish_reason"]) for c in finishes] == [(0, "stop"), (1, "timeout")]
     assert chunks[-1]["error"]["code"] == "request_timeout"
+
+
+def listed(call: FakeCall, _body: bytes) -> None:
+    """Three prompts: the second one's time runs out, the others are whole."""
+    for choice, (finish, code) in enumerate([("stop", ""), ("timeout", "request_timeout"), ("stop", "")]):
+        put(call, [[Content(f"{choice}")]], choice)
+        call.outbox.put(ChoiceEnd(choice, finish, code=code), time.monotonic())
+    call.end()
+    end = call.outbox._items[-1]
+    assert isinstance(end, End)
+    end.choice, end.closed = 2, True
+
+
+@pytest.mark.parametrize(("words", "said", "told"), [("chapter", "timeout", True), ("openai", "length", False)])
+def test_an_error_of_one_prompt(words: str, said: str, told: bool) -> None:
+    """A13, F5: the error object rides on the finish of the prompt it ended, in the words the server speaks."""
+    *chunks, _done = events(post(FakeRunner(listed, finish_words=words), {"stream": True}, COMPLETIONS).raw)
+    finishes = [chunk for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in finishes] == ["stop", said, "stop"]
+    assert ["error" in chunk for chunk in finishes] == [False, told, False]
+    assert ["usage" in chunk for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    if told:
+        assert finishes[1]["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize(("words", "said", "told"), [("chapter", "timeout", True), ("openai", "length", False)])
+def test_an_error_of_one_prompt_in_a_whole_answer(words: str, said: str, told: bool) -> None:
+    """A13, F5: the body has the error object of the first prompt that one ended, and each choice its own finish."""
+
+    def answer(call: FakeCall, body: bytes) -> None:
+        listed(call, body)
+        end = call.outbox._items[-1]
+        assert isinstance(end, End)
+        bad = msgspec.structs.replace(end.figures, request=2, finish="timeout", code="request_timeout")
+        end.figures = join([end.figures, bad, end.figures])
+
+    whole = json.loads(post(FakeRunner(answer, finish_words=words), {}, COMPLETIONS).raw)
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["stop", said, "stop"]
+    assert (whole.get("error") or {}).get("code") == ("request_timeout" if told else None)
+
+
+def test_a_finish_goes_out_when_its_prompt_is_over() -> None:
+    """A13, F1: nobody waits for the next prompt to hear that the one before it is complete."""
+    shape = Shape("completions", NAME)
+    stream = Stream(shape=shape, created=1, model="m", include_usage=None, usage_default=True, words="chapter")
+    [chunk] = events(b"".join(stream.blocks([ChoiceEnd(0, "stop")])))
+    assert (chunk["choices"][0]["index"], chunk["choices"][0]["finish_reason"], "usage" in chunk) == (0, "stop", False)
+    end = End(_figures(), choice=1, closed=True)
+    last: list[Item] = [Text([[Content("b")]], choice=1), ChoiceEnd(1, "length"), end]
+    *_text, chunk, done = events(b"".join(stream.blocks(last)))
+    assert (chunk["choices"][0]["finish_reason"], "usage" in chunk, done) == ("length", True, "[DONE]")
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_a_stream_that_breaks_between_prompts(text: bool) -> None:
+    """A13, R1: a stream that breaks says so on the choice it was at; none is ended twice."""
+    shape = Shape("completions", NAME)
+    stream = Stream(shape=shape, created=1, model="m", include_usage=None, usage_default=True, words="chapter")
+    items: list[Item] = [Text([[Content("a")]]), ChoiceEnd(0, "stop")]
+    items += [Text([[Content("b")]], choice=1)] if text else []
+    *chunks, done = events(b"".join([*stream.blocks(items), stream.broken()]))
+    ends = [(chunk["choices"][0]["index"], chunk["choices"][0]["finish_reason"]) for chunk in chunks]
+    assert [end for end in ends if end[1]] == [(0, "stop"), (1, "error")]
+    assert (chunks[-1]["error"]["code"], done) == ("internal_error", "[DONE]")
 
 
 def test_a_line_shown_as_thinking() -> None:

@@ -83,3 +83,14 @@ def test_any_cut(parts: list[str], data: st.DataObject) -> None:
     assert through([text[a:b] for a, b in itertools.pairwise(bounds)]) == whole == through(list(text))
     left = [line for line in text.split("\n") if line.rstrip(" ") != "</think>"]
     assert [line for line in whole.split("\n") if line.rstrip(" ") != "</think>" and line] == [x for x in left if x]
+
+
+def test_blanks_behind_it_that_never_end() -> None:
+    """B7: a line of more blanks than anyone writes is no lone tag's, and is not kept waiting."""
+    for count in (200, 201, 5000):
+        text = "</think>" + " " * count
+        stray = Stray(lambda _: False)
+        out = "".join(part for char in text for part in stray.push(char))
+        assert (stray.held > 0) == (count <= 200)
+        assert out + stray.finish() == ("" if count <= 200 else text)
+        assert "".join(Stray(lambda _: False).push(text + "\n")) == ("" if count <= 200 else text + "\n")

@@ -353,3 +353,13 @@ def test_offsets_count_the_tags_we_write():
     pieces = answer.pushed(Reading(state="open"))
     assert pieces[0].starts == [0, 9, 17, 18]
     assert assembled(deltas(pieces))[0].index("c") == 18
+
+
+def test_offsets_leave_out_what_is_hidden():
+    """F7: where the thinking is not sent, offsets are still places in the content."""
+    for state, head in (("open", []), ("may", [" ", "<think>", "\n"])):
+        parts = [*head, "why", "\n</think>", "\n", "\n", "ab", "c"]
+        for shape in ("hidden", "reasoning_content"):
+            pieces = Answer(parts, state).pushed(Reading(shape=shape, state=state, plan=True), [1] * len(parts))
+            assert assembled(deltas(pieces))[0] == "abc"
+            assert [start for piece in pieces for start in piece.starts][-2:] == [0, 2]

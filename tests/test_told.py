@@ -20,6 +20,7 @@ from pipeline.settings import Settings
 from stages.calls import Content
 from stages.logprobs import Entry, Logprobs, shaped
 from stages.text import Reading, TextStage
+from tests.split import Answer
 from tests.test_text import raw, stop_lists, texts
 
 Told = list[tuple[str, list[Entry]]]
@@ -194,3 +195,19 @@ def test_what_follows_a_stop_is_not_told(tmp_path: Path) -> None:
     items = asyncio.run(run())
     assert [entry.data for entry in items[0].logprobs[0] + items[0].logprobs[1]] == [b"a", b"b"]
     assert items[0].parts == [[Content(text)] for text in "abc"] and items[0].logprobs[2] == items[-1].logprobs == []
+
+
+def test_hidden_thinking_is_not_told() -> None:
+    """B10: no token of it, nor of its close, stands among the log-probabilities; those of the answer do."""
+    for state, parts in (("open", []), ("may", ["<think>"])):
+        answer = Answer([*parts, "se", "cret", "\n</think>", "\n\n", "x", "y"], state)
+        for size in (1, len(answer.ids)):
+            stage = TextStage(answer.pieces, Reading(shape="hidden", state=state, plan=True))
+            logprobs, entries = Logprobs(answer.pieces), list[Entry]()
+            for at in range(0, len(answer.ids), size):
+                ids = answer.ids[at : at + size]
+                piece = stage.push(ids, [turn for turn in answer.turns if at <= turn.at < at + size])
+                entries += [one for each in logprobs.add(ids, [value(i) for i in ids], piece) for one in each]
+            logprobs.add([], [], stage.finish())
+            spelled = b"".join(entry.data for entry in [*entries, *logprobs.rest()])
+            assert spelled.removeprefix(b"<think>") == b"\n\nxy"

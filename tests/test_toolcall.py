@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stages import calltags, toolcall
 from stages.calls import Arguments, CallClosed, CallOpened, Content, Dropped
 from stages.toolcall import CallReader
 from tests.captures import DATA
@@ -486,3 +487,65 @@ def test_a_long_value_costs_what_it_is_long():
     pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
     assert read(TOOLS, pieces)[0] == [call("write", path="f", content=content)]
     assert read(TOOLS, [text])[0] == read(TOOLS, pieces)[0]
+
+
+@pytest.mark.parametrize("end", ["", "\n</function>\n</tool_call>"])
+def test_a_row_of_closes_is_walked_once(monkeypatch, end):
+    """D8: a model that writes an undeclared parameter for ever costs no more than its text, at any cut."""
+    looks, tag_at = [], calltags.tag_at
+    monkeypatch.setattr(calltags, "tag_at", lambda *given: looks.append(1) or tag_at(*given))
+    row = "\n</parameter>\n<parameter=foo>\nbar" * 400
+    text = f"<tool_call>\n<function=read>\n<parameter=path>\n/a{row}\n</parameter>{end}"
+    for pieces in ([text[at : at + 4] for at in range(0, len(text), 4)], [text]):
+        looks.clear()
+        calls, content, _, still = read(TOOLS, pieces)
+        assert (len(calls), content, still) == (1, "", not end)
+        assert len(looks) < 3 * len(pieces) + 5 * 400
+    values = json.loads(calls[0][1]) if end else {}
+    assert values == ({"path": "/a", "foo": "bar"} if end else {})
+
+
+@pytest.mark.parametrize(
+    ("before", "blank", "after"),
+    [
+        ("<tool_call>", " ", "<function=ping>\n</function>"),
+        ("<function=read>\n<parameter=path>\n/a</parameter>", "\n", "</function>"),
+        ('{"name"', " ", ': "ping", "arguments": {}}'),
+        ("```", "`", "\nx"),
+    ],
+)
+def test_marks_end_where_nobody_writes_on(before, blank, after):
+    """D8: what waits for the rest of a mark waits for no more than is ever written; how it came changes nothing."""
+    reader = CallReader(TOOLS)
+    for _ in range(6000):
+        reader.push(blank)
+    for char in before + blank * 5000:
+        reader.push(char)
+    assert reader.held <= 1 or blank != "`"
+    for count in (3, 4095, 4096, 4097, 6000):
+        text = before + blank * count + after
+        assert (
+            read(TOOLS, list(text)) == read(TOOLS, [text]) == read(TOOLS, [text[:4000], text[4000:4200], text[4200:]])
+        )
+
+
+@pytest.mark.parametrize("name", ["say it", "a=b", "it's", 'say "x"', "über/alles:1.0", "{{ name }}"])
+def test_an_offered_tool_is_called_whatever_its_name(name):
+    """D1, D5: names stay as written: one that is offered can be called, so a forced call is never dropped."""
+    tools = [tool(name, path=TEXT)]
+    as_json = json.dumps({"name": name, "arguments": {"path": "/a"}}, ensure_ascii=False)
+    for text in (xml(name, {"path": "/a"}), as_json, f"<tool_call>\n{as_json}\n</tool_call>"):
+        assert every(text, tools) == ([call(name, path="/a")], "", [], False)
+    if "{" in name:
+        assert every(f"<tool_call>\n{as_json}\n</tool_call>") == ([], "", ["no name"], False)
+
+
+@given(soups, st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_a_long_text_is_read_in_windows(text, parallel):
+    """D3: however small a window is, the result is that of the whole."""
+    whole = read([READ], [text], parallel)
+    with pytest.MonkeyPatch.context() as patch:
+        for size in (1, 3, 16):
+            patch.setattr(toolcall, "_WINDOW", size)
+            assert read([READ], [text], parallel) == whole

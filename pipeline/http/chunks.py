@@ -8,6 +8,7 @@ carries it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from pipeline.effects import Finish
@@ -33,32 +34,38 @@ class Stream:
         kind = OBJECTS[shape.route][1] + (".chunk" if shape.route == "chat" else "")
         self._top = {"id": public_id(shape.route, shape.name), "object": kind, "created": created, "model": model}
         self._begun: list[int] = []  # choices that said something
-        self._ended: ChoiceEnd | None = None  # its finish goes out with what comes next: that may be the usage
+        self._at = 0  # the choice that is written
+        self._ended: ChoiceEnd | None = None  # its finish may have to carry the usage
         self.over = False
         # A token's chunk is cut from one encoded by the general way, so that both look the same.
         self._before, self._after = self._chunk(0, shape.delta([Content("\0")]), None).split(b'"\\u0000"')
 
     def blocks(self, items: list[Item]) -> Iterator[bytes]:
-        """The bytes of everything pending, in one write unless it is much."""
+        """The bytes of everything pending, in one write unless it is much.
+
+        The end of the answer comes together with that of its last choice: where nothing is pending behind an end,
+        others follow.
+        """
         block = bytearray()
-        for item in items:
-            for line in self._lines(item):
-                block += line
-                if len(block) >= BLOCK:
-                    yield bytes(block)
-                    block.clear()
+        for line in chain(chain.from_iterable(map(self._lines, items)), self._close()):
+            block += line
+            if len(block) >= BLOCK:
+                yield bytes(block)
+                block.clear()
         if block:
             yield bytes(block)
 
     def broken(self) -> bytes:
-        """The end of a stream whose handler broke: no figures are known of it."""
+        """The end of a stream whose handler broke, on the choice it was at: no figures are known of it."""
+        self._ended = None
         gone = Finish(request=0, finish="error", opened=True, code="internal_error")
-        return b"".join(self._end(End(gone), counted=False))
+        return b"".join(self._end(End(gone, choice=self._at), counted=False))
 
     def _lines(self, item: Item) -> Iterator[bytes]:
         match item:
             case Text(parts, logprobs, choice):
                 yield from self._close()
+                self._at = choice
                 each = logprobs or [[]] * len(parts)
                 for part, entries in zip(parts, each, strict=True):
                     yield from self._part(choice, part, entries)
@@ -68,7 +75,7 @@ class Stream:
                     yield from self._part(0, [Reasoning(text + "\n")], [])
             case ChoiceEnd():
                 yield from self._close()
-                self._ended = item
+                self._ended, self._at = item, item.choice
             case End():
                 self.over = True
                 yield from self._end(item)
@@ -96,23 +103,23 @@ class Stream:
         """The finish chunk of a choice that others follow."""
         ended, self._ended = self._ended, None
         if ended is not None:
-            yield self._finish(ended.choice, ended.finish, ended.logprobs)
+            self._at = ended.choice + 1
+            yield self._finish(ended.choice, ended.logprobs, *finish_words(ended, self._words))
 
     def _end(self, end: End, counted: bool = True) -> Iterator[bytes]:
-        word, extra = finish_words(end, self._words)
+        last: ChoiceEnd | End = end
+        if self._ended is not None and end.closed:
+            last, self._ended = self._ended, None
+        yield from self._close()
+        word, extra = finish_words(last, self._words)
         if self._on_finish and counted:
             extra |= figures(end.figures)
-        ended = self._ended
-        if ended is not None and end.closed:
-            yield self._finish(ended.choice, word if end.figures.code else ended.finish, ended.logprobs, extra)
-        else:
-            yield from self._close()
-            yield self._finish(end.choice, word, end.logprobs, extra)
+        yield self._finish(last.choice, last.logprobs, word, extra)
         if self._own_chunk and counted:
             yield b"data: " + encode({**self._top, "choices": [], **figures(end.figures)}) + b"\n\n"
         yield DONE
 
-    def _finish(self, choice: int, word: str, entries: list[Entry], extra: dict[str, Any] | None = None) -> bytes:
+    def _finish(self, choice: int, entries: list[Entry], word: str, extra: dict[str, Any]) -> bytes:
         empty = {} if self._shape.route == "chat" and choice in self._begun else self._shape.delta([Content("")])
         return self._chunk(choice, self._opening(choice, empty), word, extra, entries)
 

@@ -81,6 +81,9 @@ class Runner(Protocol):
     def receive(self, route: str, body_bytes: int, headers: Mapping[str, str] | None = None) -> Any:
         """A request arrived: its ``Call``. ``body_bytes`` as declared, 0 when the body is chunked."""
 
+    def reading(self, call: Any, size: int) -> None:
+        """So many bytes of its body are here, more than were declared. It may be refused for them."""
+
     def body(self, call: Any, body: bytes) -> None:
         """Its body came whole. Never raises; what is wrong with it comes as an ``End``."""
 

@@ -21,6 +21,9 @@ from pipeline.http.shapes import Shape, Whole, public_id
 from pipeline.http.wire import Connections, Wire
 from pipeline.outbox import ChoiceEnd, End, Item, Text
 
+STEP = 1 << 20
+"""Bytes of a body that nobody declared come uncounted; then each such step is told."""
+
 
 class Answers:
     """Serves ``/v1/chat/completions`` and ``/v1/completions``."""
@@ -42,7 +45,7 @@ class Answers:
             await drop_body()
             return refusal("body_too_large")
         call: Call = self._runner.receive(route, declared, dict(request.headers))
-        exchange = Exchange(self._runner, call, self._connections)
+        exchange = Exchange(self._runner, call, self._connections, declared)
         try:
             response = await exchange.respond()
         except Exception as error:
@@ -54,8 +57,8 @@ class Answers:
 class Exchange:
     """One request and its answer. It lives as long as the task that made it."""
 
-    def __init__(self, runner: Runner, call: Call, connections: Connections) -> None:
-        self._runner, self._call = runner, call
+    def __init__(self, runner: Runner, call: Call, connections: Connections, declared: int) -> None:
+        self._runner, self._call, self._declared = runner, call, declared
         self._over = False  # its end is known here: nothing is left to hang up
         self._sent = True  # what was begun was written: a connection that keeps something back is not worth keeping
         task = asyncio.current_task()
@@ -97,15 +100,16 @@ class Exchange:
 
     async def _read_body(self, verdict: asyncio.Future[list[Item]]) -> bool:
         """Read the body and hand it over, unless the request is over first. False when it is too large."""
-        reading = asyncio.ensure_future(_body(self._runner.settings.max_body_mb << 20))
+        reading = asyncio.ensure_future(self._body(self._runner.settings.max_body_mb << 20))
         try:
             either: set[asyncio.Future[Any]] = {reading, verdict}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                return True
-            body = reading.result()
+            body = reading.result() if reading.done() else b""
         finally:
             reading.cancel()
+        if verdict.done():
+            await drop_body()
+            return True
         if body is None:
             self._over = True
             self._runner.cut(self._call, "body_too_large")
@@ -113,6 +117,20 @@ class Exchange:
             return False
         self._runner.body(self._call, body)
         return True
+
+    async def _body(self, limit: int) -> bytes | None:
+        """The request's body; None when it is over ``limit`` bytes. What comes undeclared is told as it comes (A14)."""
+        parts: list[bytes] = []
+        size, known = 0, max(self._declared, STEP)
+        async for data in request.body:
+            parts.append(data)
+            size += len(data)
+            if size > limit:
+                return None
+            if size > known:
+                known = size + STEP
+                self._runner.reading(self._call, size)
+        return b"".join(parts)
 
     def _refused(self, end: End) -> Response:
         self._over = True
@@ -179,15 +197,3 @@ class Exchange:
 def _has_status(end: Finish) -> bool:
     """Whether an end is a refusal with a status of its own: nothing was sent yet, and no answer timed out."""
     return bool(end.code) and not end.opened and end.status != 200
-
-
-async def _body(limit: int) -> bytes | None:
-    """The request's body; None when it is over ``limit`` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    async for data in request.body:
-        size += len(data)
-        if size > limit:
-            return None
-        parts.append(data)
-    return b"".join(parts)

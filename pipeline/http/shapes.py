@@ -49,13 +49,14 @@ def figures(end: Finish) -> dict[str, Any]:
     }
 
 
-def finish_words(end: End, words: str) -> tuple[str, dict[str, Any]]:
+def finish_words(end: End | ChoiceEnd, words: str) -> tuple[str, dict[str, Any]]:
     """The finish reason, and the error object beside it. ``words`` "openai" knows neither ``timeout`` nor ``error``."""
-    word = end.figures.finish
-    if not end.figures.code or (words == "openai" and word == "timeout"):
-        error: dict[str, Any] = {}
+    if isinstance(end, ChoiceEnd):
+        word, code, message, param = end.finish, end.code, "", None
     else:
-        error = error_object(end.figures.code, end.message, end.param)
+        word, code, message, param = end.figures.finish, end.figures.code, end.message, end.param
+    told = code and not (words == "openai" and word == "timeout")
+    error: dict[str, Any] = error_object(code, message, param) if told else {}
     return ({"timeout": "length", "error": "stop"}.get(word, word) if words == "openai" else word), error
 
 
@@ -119,21 +120,21 @@ class Whole:
         self._shape, self._logprobs = shape, logprobs
         self._deltas: dict[int, list[Delta]] = {}
         self._entries: dict[int, list[Entry]] = {}
-        self._finishes: dict[int, str] = {}
+        self._ends: dict[int, ChoiceEnd] = {}
 
     def add(self, item: Text | ChoiceEnd) -> None:
         """What came next."""
         entries = self._entries.setdefault(item.choice, [])
         deltas = self._deltas.setdefault(item.choice, [])
         if isinstance(item, ChoiceEnd):
-            self._finishes[item.choice] = item.finish
+            self._ends[item.choice] = item
             entries += item.logprobs
             return
         deltas += [delta for part in item.parts for delta in part]
         entries += [entry for group in item.logprobs for entry in group]
 
     def answer(self, end: End, created: int, model: str, words: str) -> dict[str, Any]:
-        """The JSON. A choice that nothing ended ends as the request does."""
+        """The JSON. A choice that nothing ended ends as the request does. One error object stands for all of them."""
         word, error = finish_words(end, words)
         self._deltas.setdefault(end.choice, [])
         self._entries.setdefault(end.choice, []).extend(end.logprobs)
@@ -143,13 +144,14 @@ class Whole:
             "object": OBJECTS[route][1],
             "created": created,
             "model": model,
-            "choices": [self._choice(choice, word) for choice in sorted(self._deltas)],
+            "choices": [self._choice(choice, word, words) for choice in sorted(self._deltas)],
             **figures(end.figures),
             **error,
         }
 
-    def _choice(self, choice: int, word: str) -> dict[str, Any]:
+    def _choice(self, choice: int, word: str, words: str) -> dict[str, Any]:
         told = shaped(self._shape.route, self._entries[choice]) if self._logprobs else None
         message = self._shape.message(self._deltas[choice], choice)
-        finish = self._finishes.get(choice, word)
+        ended = self._ends.get(choice)
+        finish = finish_words(ended, words)[0] if ended else word
         return {"index": choice, **message, "logprobs": told, "finish_reason": finish}

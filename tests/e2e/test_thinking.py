@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,9 @@ from tests.server import Server
 
 pytestmark = pytest.mark.e2e
 
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
-    "{% endif %}"
-)
-"""Opens the block itself, unless thinking is turned off: then it closes it too."""
 ASK = {"messages": [{"role": "user", "content": "What is 12 times 12?"}], "temperature": 0}
 RAMBLE: dict[str, Any] = {"ignore_eos": True}
 """The embedded model does not think: left alone it ends in the middle of the block."""
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    template = tmp_path_factory.mktemp("template") / "template.jinja"
-    template.write_text(TEMPLATE)
-    with Server("--chat-template", str(template)) as server:
-        yield server.ready()
 
 
 def asked(server: Server, **fields: Any) -> dict[str, Any]:
