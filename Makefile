@@ -17,7 +17,7 @@ serve: $(VENV)/.served
 	@exec $(PY) -m pipeline serve --host $(HOST) --port $(PORT) $(ARGS)
 
 test: $(VENV)/.tested
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(VENV)/.tested
 	$(PY) -m ruff check .

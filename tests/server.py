@@ -33,8 +33,9 @@ def until(what: Callable[[], Any], patience: float = PATIENCE_S) -> Any:
     raise TimeoutError(f"never true: {what}")
 
 
-ONE_THREAD = {"TANDEM_THREADS": "1"}
-"""A step of two threads is a hundred times slower while a neighbour holds a processor; one thread loses nothing."""
+CALM = {"TANDEM_THREADS": "1", "TANDEM_SAFE_ROWS": "128"}
+"""A step of two threads is a hundred times slower while a neighbour holds a processor; one thread loses nothing. Steps
+of a given size need not be measured at every load."""
 
 
 class Server:
@@ -44,7 +45,7 @@ class Server:
         self.log: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pipeline", "serve", "--port", "0", *flags],
-            cwd=ROOT, env={**ONE_THREAD, **os.environ, **(env or {})}, stderr=subprocess.PIPE, text=True,
+            cwd=ROOT, env={**CALM, **os.environ, **(env or {})}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
