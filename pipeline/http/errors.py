@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 import msgspec
-from quart import Response, has_request_context, request
+from quart import Response, g, has_request_context, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
 from pipeline.outcomes import CODES, error_object
@@ -38,7 +38,11 @@ def refusal(
 
 
 async def drop_body() -> None:
-    """Read and drop what a refused client sends, up to ``DROP`` bytes and ``DROP_S`` seconds."""
+    """Read and drop what a refused client sends, up to ``DROP`` bytes and ``DROP_S`` seconds.
+
+    Of a larger body the rest stands on the connection: it ends with the answer, and its client is told so.
+    """
+    g.unread = True
 
     async def drop() -> None:
         left = DROP
@@ -46,6 +50,7 @@ async def drop_body() -> None:
             left -= len(data)
             if left <= 0:
                 return
+        g.unread = False
 
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(drop(), DROP_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quart import Response, request
+from quart import Response, g, request
 
 from pipeline.http.auth import Attempts, Keys, fence_passes, from_box, key_of, origin_listed, own_names, read_keys
 from pipeline.http.contract import Runner
@@ -82,7 +82,12 @@ class Gate:
         return Response("", 204, headers)
 
     async def after(self, response: Response) -> Response:
-        """Cross-origin headers for a listed origin; a HEAD keeps the headers of its GET and loses the body."""
+        """Cross-origin headers for a listed origin; a HEAD keeps the headers of its GET and loses the body.
+
+        A connection with an unread rest of a body is of no use to its client: it is told not to use it again.
+        """
+        if g.get("unread", False) and request.http_version.startswith("1"):
+            response.headers["Connection"] = "close"
         if origin := self._allowed_origin():
             response.headers["Access-Control-Allow-Origin"] = origin
             response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"

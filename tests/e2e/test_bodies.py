@@ -109,3 +109,11 @@ def test_bodies_in_flight(server: Server) -> None:
     reading.close()
     until(lambda: not server.state()["requests"])
     assert server.http.post(CHAT, content=body("word " * 100_000)).status_code == 200
+
+
+def test_a_refused_connection_is_not_used_again(server: Server) -> None:
+    """A14: where the rest of a refused body stands on the connection, its client is told that it closes."""
+    large = server.http.post(CHAT, content=b"x" * (3 << 20))
+    assert large.status_code == 413 and large.headers["connection"] == "close"
+    small = server.http.post(CHAT, content=b"{}")
+    assert small.status_code == 400 and small.headers.get("connection") != "close"
