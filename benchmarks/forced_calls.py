@@ -1,7 +1,7 @@
 """Forced tool calls on the embedded model: do they validate, and how many ramble to the limit (row D5).
 
 Sixty prompts in ten scripts, some begging for prose. Each is asked once with ``required`` and all five tools offered,
-and once for each tool by name. Every call that ends must satisfy its tool's schema, judged by ``jsonschema``; the
+and once for each tool by name, that one offered. An interrupt prints what there is. Every call that ends must satisfy its tool's schema, judged by ``jsonschema``; the
 free strings of a small model may run to the limit (``length``), which is counted, and counted apart for the two tools
 whose strings are all bounded.
 
@@ -10,10 +10,12 @@ whose strings are all bounded.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 import click
 import httpx
@@ -25,6 +27,7 @@ from rich.table import Table
 from tests.server import Server
 
 MAX_TOKENS = 256
+Job = TypeVar("Job")
 
 
 def _tool(tool: str, required: list[str], **properties: Any) -> dict[str, Any]:
@@ -101,10 +104,10 @@ SCRIPTS: dict[str, list[str]] = {
 PROMPTS = [prompt for prompts in zip(*SCRIPTS.values(), strict=True) for prompt in prompts]
 
 
-def ask(http: httpx.Client, prompt: str, choice: Any, seed: int) -> dict[str, Any]:
+def ask(http: httpx.Client, prompt: str, choice: Any, tools: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     """One forced call: the choice of the answer."""
     body = {
-        "messages": [{"role": "user", "content": prompt}], "tools": TOOLS, "tool_choice": choice, "seed": seed,
+        "messages": [{"role": "user", "content": prompt}], "tools": tools, "tool_choice": choice, "seed": seed,
         "max_tokens": MAX_TOKENS,
     }  # fmt: skip
     response = http.post("/v1/chat/completions", json=body)
@@ -129,17 +132,24 @@ def fault(answer: dict[str, Any], named: str) -> str:
     return ""
 
 
+def until_interrupted(jobs: Iterable[Job]) -> Iterator[Job]:
+    """The jobs, and no more of them after an interrupt: what was measured is worth printing."""
+    with contextlib.suppress(KeyboardInterrupt):
+        yield from jobs
+
+
 def measure(http: httpx.Client, prompts: list[str], show: bool = True) -> tuple[dict[str, Counter[str]], list[str]]:
     """Ask everything. By row of the table: how answers ended; and the faults, each in words."""
     counts: dict[str, Counter[str]] = {}
     faults: list[str] = []
-    rows: list[tuple[str, Any, str]] = [("required", "required", "")]
+    rows: list[tuple[str, Any, list[dict[str, Any]]]] = [("required", "required", TOOLS)]
     for tool in TOOLS:
         name = tool["function"]["name"]
-        rows.append((name, {"type": "function", "function": {"name": name}}, name))
+        rows.append((name, {"type": "function", "function": {"name": name}}, [tool]))
     jobs = [(seed, prompt, row) for seed, prompt in enumerate(prompts) for row in rows]
-    for seed, prompt, (label, choice, named) in track(jobs, "asking", disable=not show):
-        answer = ask(http, prompt, choice, seed)
+    for seed, prompt, (label, choice, tools) in until_interrupted(track(jobs, "asking", disable=not show)):
+        answer = ask(http, prompt, choice, tools, seed)
+        named = "" if choice == "required" else label
         ended = "length" if answer["finish_reason"] == "length" else "valid"
         wrong = "" if ended == "length" else fault(answer, named)
         if wrong:

@@ -22,6 +22,7 @@ import jsonschema
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.forced_calls import until_interrupted
 from tests.server import Server
 
 MAX_TOKENS = 512
@@ -108,8 +109,9 @@ def measure(http: httpx.Client, answers: int, show: bool = True) -> tuple[Counte
     # Fifty schemas or more, each used as often as the number asks for.
     pool = list(itertools.islice(schemas(), max(1, min(answers, max(50, answers // 4)))))
     jobs = list(itertools.islice(itertools.cycle(pool), answers))
-    for number, schema in enumerate(track(jobs, "asking", disable=not show)):
+    for number, schema in enumerate(until_interrupted(track(jobs, "asking", disable=not show))):
         answer = ask(http, number, schema)
+        counts["answers"] += 1
         counts[answer["finish_reason"]] += 1
         if answer["finish_reason"] != "stop":
             continue
@@ -134,7 +136,7 @@ def main(answers: int, threads: int, model: str) -> None:
     with Server("--threads", str(threads), *(["--model", model] if model else [])) as server:
         server.ready()
         counts, faults = measure(server.http, answers)
-    finished = counts["stop"]
+    answers, finished = counts["answers"], counts["stop"]
     console.print(
         f"{answers} answers under {counts['schemas']} schemas: {finished} finished ({finished / answers:.1%}), "
     )
