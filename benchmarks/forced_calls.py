@@ -1,9 +1,9 @@
 """Forced tool calls on the embedded model: do they validate, and how many ramble to the limit (row D5).
 
 Sixty prompts in ten scripts, some begging for prose. Each is asked once with ``required`` and all five tools offered,
-and once for each tool by name, that one offered. An interrupt prints what there is. Every call that ends must satisfy its tool's schema, judged by ``jsonschema``; the
-free strings of a small model may run to the limit (``length``), which is counted, and counted apart for the two tools
-whose strings are all bounded.
+and once for each tool by name, that one offered. Every call that ends must satisfy its tool's schema, judged by
+``jsonschema``; the free strings of a small model may run to the limit (``length``), which is counted, and counted apart
+for the two tools whose strings are all bounded. An interrupt prints what there is.
 
     python -m benchmarks.forced_calls [--prompts 60] [--model FILE]
 """

@@ -164,7 +164,7 @@ def page(measured: dict[str, Found]) -> str:
         "",
         "A schema is enforced or refused, never passed over (row E5): a refusal is a 400 `unsupported_schema` that",
         "names the keyword and its path. `$ref` inside the schema, `$defs`, recursion are served. What says nothing of",
-        "a document passes: titles, `default`, `examples`, keywords that no draft knows. Schemas are read by the newest",
+        "a document passes: titles, `default`, `examples`, keywords no draft knows. Schemas are read by the newest",
         "draft; one that names an older `$schema` has `$ref` hide its siblings.",
         "",
         "A grammar fixes how a value is spelled: names come in the order of the schema, one blank or one line break",
