@@ -19,11 +19,13 @@ class Answer:
     ``opened``, ``closed``: calls sent, and those of them that are whole. ``dropped``: those cut.
     """
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]] | None, parallel: bool, plan: bool) -> None:
+    def __init__(
+        self, tools: Sequence[Mapping[str, Any]] | None, parallel: bool, plan: bool, bare: bool = True
+    ) -> None:
         self.opened = self.closed = self.dropped = 0
         self._offered = bool(tools)
         read = tools is not None and (plan or self._offered)
-        self.reader = CallReader(tools or [], parallel) if read else None
+        self.reader = CallReader(tools or [], parallel, bare) if read else None
         self._stray = Stray(self.inside) if plan else None
 
     def inside(self, char: str) -> bool:

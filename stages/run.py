@@ -93,6 +93,7 @@ def reading(request: Request, state: str, rules: Rules, caller: Caller) -> Readi
         state=state,
         tools=tools,
         parallel=offer.parallel(request),
+        bare=not structured,  # beside a form, JSON outside of tags is the document
         plan=rules.plan,
         blank_line=rules.plan and caller.kind == "open-webui" and bool(request.stream),
     )

@@ -34,9 +34,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     """How one answer is read.
 
     ``shape``: tags, reasoning_content, both or hidden. ``state``: as in ``protocol.Thinking``. ``tools``: the offered
-    ones as OpenAI writes them; none: calls are not read. ``parallel``: more than one call (D6). ``plan``: stops in the
-    answer only (B6), a lone closing tag (B7) and calls that nobody offered (D7) are cut. ``blank_line``: B9, and only
-    for a stream.
+    ones as OpenAI writes them; none: calls are not read. ``parallel``: more than one call (D6). ``bare``: a JSON object
+    outside of tags may be one (D5b). ``plan``: stops in the answer only (B6), a lone closing tag (B7) and calls that
+    nobody offered (D7) are cut. ``blank_line``: B9, and only for a stream.
     """
 
     stops: list[str] = []
@@ -44,6 +44,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "off"
     tools: list[dict[str, Any]] | None = None
     parallel: bool = True
+    bare: bool = True
     plan: bool = False
     blank_line: bool = False
 
@@ -99,7 +100,7 @@ class TextStage:
         self._stream = Stream(pieces)
         self._stops = Stops(reading.stops)
         self._split = Split(reading.shape, reading.state, reading.blank_line)
-        self._answer = Answer(reading.tools, reading.parallel, reading.plan)
+        self._answer = Answer(reading.tools, reading.parallel, reading.plan, reading.bare)
         self._thinking = reading.state == "open"
         self._first = 0  # the token that opened the block
         self._last: Turn | None = None  # the close

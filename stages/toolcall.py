@@ -60,10 +60,11 @@ class _Fence(msgspec.Struct):
 class CallReader:
     """Reads one answer. ``tools``: the offered tools, as OpenAI writes them; ``parallel``: more than one call (D6)."""
 
-    def __init__(self, tools: Sequence[Mapping[str, Any]], parallel: bool = True) -> None:
+    def __init__(self, tools: Sequence[Mapping[str, Any]], parallel: bool = True, bare: bool = True) -> None:
         functions = [tool.get("function") or {} for tool in tools]
         self._tools = {str(tool["name"]): kinds(tool.get("parameters")) for tool in functions if "name" in tool}
         self._names = list(self._tools)
+        self._bare = bare
         self._gate = Gate(parallel)
         self._step: Callable[[], bool] = self._text
         self._buf = ""
@@ -308,7 +309,7 @@ class CallReader:
     # JSON call objects
 
     def _brace(self) -> bool:
-        found = bare_call(self._buf, self._names, self._final) if self._fresh else False
+        found = bare_call(self._buf, self._names, self._final) if self._fresh and self._bare else False
         if found == WAIT:
             return False
         return self._object(tagged=False) if found else self._say(1)

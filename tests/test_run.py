@@ -10,8 +10,10 @@ import pytest
 from engine.protocol import Grammar
 from stages.constraint import Constraint
 from stages.judge import Rules, judge
+from stages.message import assembled
 from stages.refusal import Refusal
 from stages.run import Caller, Run, constraint, reading, run, state_of
+from stages.text import TextStage
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 OTHER = {"type": "function", "function": {"name": "listen"}}
@@ -82,6 +84,28 @@ def test_what_binds_the_answer(fields: dict[str, Any], kind: str | None, tools: 
 def test_which_calls_are_read(fields: dict[str, Any], plan: bool, tools: list[Any] | None) -> None:
     """D7: with no tools offered a call is cut under a plan and stays on the raw path; a document is never cut."""
     assert of(rules=Rules(plan=plan), **fields).reading.tools == tools
+
+
+def test_a_document_that_looks_like_a_call() -> None:
+    """D5b: tools beside a form: JSON outside of tags is the document, whatever it spells; in tags it is a call."""
+    bare = '{"name": "look", "arguments": {}}'
+    for fields, calls in ((FORM, 0), ({}, 1)):
+        for text, found in ((bare, calls), (f"<tool_call>\n{bare}\n</tool_call>", 1)):
+            stage = TextStage([bytes([byte]) for byte in range(256)], of(tools=[TOOL], state="off", **fields).reading)
+            pieces = [stage.push(list(text.encode())), stage.finish()]
+            assert pieces[-1].closed_calls == found
+
+
+WRITTEN = "Hi.\n</think>\n<tool_call>\n<function=look>\n</function>\n</tool_call>\n\nBye."
+
+
+@pytest.mark.parametrize(("plan", "text"), [(False, WRITTEN), (True, "Hi.\n\n\nBye.")])
+def test_the_raw_path(plan: bool, text: str) -> None:
+    """Q1: on the raw path the answer is what the model wrote; under a plan a lone tag and a call nobody offered go."""
+    stage = TextStage([bytes([byte]) for byte in range(256)], of(rules=Rules(plan=plan), state="off").reading)
+    pieces = [stage.push(list(WRITTEN.encode())), stage.finish()]
+    content, thought, calls = assembled([delta for piece in pieces for part in piece.parts for delta in part])
+    assert (content, thought, calls) == (text, "", [])
 
 
 def test_the_text_of_a_completion() -> None:

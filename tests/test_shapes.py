@@ -51,7 +51,7 @@ def deltas(chunks: list[Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("key", "keys"), [("reasoning_content", 1), ("both", 2)])
 def test_thinking_in_its_own_field(key: str, keys: int) -> None:
-    """B2: thinking stands in reasoning_content alone. B4: with both keys under the name reasoning too."""
+    """B2, B4: thinking stands in reasoning_content alone; with both keys under the name reasoning too."""
     whole, chunks = answered(THOUGHT, reasoning_key=key)
     message = whole["choices"][0]["message"]
     assert message["reasoning_content"] == "I think." and message["content"] == "So be it."
