@@ -14,8 +14,7 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import httpx
@@ -27,7 +26,6 @@ from rich.table import Table
 from tests.server import Server
 
 MAX_TOKENS = 256
-Job = TypeVar("Job")
 
 
 def _tool(tool: str, required: list[str], **properties: Any) -> dict[str, Any]:
@@ -132,12 +130,6 @@ def fault(answer: dict[str, Any], named: str) -> str:
     return ""
 
 
-def until_interrupted(jobs: Iterable[Job]) -> Iterator[Job]:
-    """The jobs, and no more of them after an interrupt: what was measured is worth printing."""
-    with contextlib.suppress(KeyboardInterrupt):
-        yield from jobs
-
-
 def measure(http: httpx.Client, prompts: list[str], show: bool = True) -> tuple[dict[str, Counter[str]], list[str]]:
     """Ask everything. By row of the table: how answers ended; and the faults, each in words."""
     counts: dict[str, Counter[str]] = {}
@@ -147,15 +139,16 @@ def measure(http: httpx.Client, prompts: list[str], show: bool = True) -> tuple[
         name = tool["function"]["name"]
         rows.append((name, {"type": "function", "function": {"name": name}}, [tool]))
     jobs = [(seed, prompt, row) for seed, prompt in enumerate(prompts) for row in rows]
-    for seed, prompt, (label, choice, tools) in until_interrupted(track(jobs, "asking", disable=not show)):
-        answer = ask(http, prompt, choice, tools, seed)
-        named = "" if choice == "required" else label
-        ended = "length" if answer["finish_reason"] == "length" else "valid"
-        wrong = "" if ended == "length" else fault(answer, named)
-        if wrong:
-            ended = "invalid"
-            faults.append(f"{label}, prompt {seed}: {wrong}")
-        counts.setdefault(label, Counter())[ended] += 1
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured is worth printing
+        for seed, prompt, (label, choice, tools) in track(jobs, "asking", disable=not show):
+            answer = ask(http, prompt, choice, tools, seed)
+            named = "" if choice == "required" else label
+            ended = "length" if answer["finish_reason"] == "length" else "valid"
+            wrong = "" if ended == "length" else fault(answer, named)
+            if wrong:
+                ended = "invalid"
+                faults.append(f"{label}, prompt {seed}: {wrong}")
+            counts.setdefault(label, Counter())[ended] += 1
     return counts, faults
 
 

@@ -9,6 +9,7 @@ model behind it, would write that.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
@@ -22,7 +23,6 @@ import jsonschema
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.forced_calls import until_interrupted
 from tests.server import Server
 
 MAX_TOKENS = 512
@@ -113,19 +113,20 @@ def measure(http: httpx.Client, answers: int, show: bool = True) -> tuple[Counte
     # Fifty schemas or more, each used as often as the number asks for.
     pool = list(itertools.islice(schemas(), max(1, min(answers, max(50, answers // 4)))))
     jobs = list(itertools.islice(itertools.cycle(pool), answers))
-    for number, schema in enumerate(until_interrupted(track(jobs, "asking", disable=not show))):
-        answer = ask(http, number, schema)
-        counts["answers"] += 1
-        counts[answer["finish_reason"]] += 1
-        if answer["finish_reason"] != "stop":
-            continue
-        try:
-            value = json.loads(answer["message"]["content"])
-            jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
-        except (jsonschema.ValidationError, ValueError) as error:
-            faults.append(f"answer {number} ({', '.join(schema['required'])}): {type(error).__name__}")
-            continue
-        counts["smallest"] += value == smallest(schema)
+    with contextlib.suppress(KeyboardInterrupt):  # what was measured is worth printing
+        for number, schema in enumerate(track(jobs, "asking", disable=not show)):
+            answer = ask(http, number, schema)
+            counts["answers"] += 1
+            counts[answer["finish_reason"]] += 1
+            if answer["finish_reason"] != "stop":
+                continue
+            try:
+                value = json.loads(answer["message"]["content"])
+                jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+            except (jsonschema.ValidationError, ValueError) as error:
+                faults.append(f"answer {number} ({', '.join(schema['required'])}): {type(error).__name__}")
+                continue
+            counts["smallest"] += value == smallest(schema)
     counts["schemas"] = len(pool)
     return counts, faults
 
