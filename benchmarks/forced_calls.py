@@ -139,7 +139,7 @@ def measure(http: httpx.Client, prompts: list[str], show: bool = True) -> tuple[
         name = tool["function"]["name"]
         rows.append((name, {"type": "function", "function": {"name": name}}, [tool]))
     jobs = [(seed, prompt, row) for seed, prompt in enumerate(prompts) for row in rows]
-    with contextlib.suppress(KeyboardInterrupt):  # what was measured is worth printing
+    with contextlib.suppress(KeyboardInterrupt, httpx.TransportError):  # what was measured is worth printing
         for seed, prompt, (label, choice, tools) in track(jobs, "asking", disable=not show):
             answer = ask(http, prompt, choice, tools, seed)
             named = "" if choice == "required" else label

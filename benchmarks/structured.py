@@ -113,7 +113,7 @@ def measure(http: httpx.Client, answers: int, show: bool = True) -> tuple[Counte
     # Fifty schemas or more, each used as often as the number asks for.
     pool = list(itertools.islice(schemas(), max(1, min(answers, max(50, answers // 4)))))
     jobs = list(itertools.islice(itertools.cycle(pool), answers))
-    with contextlib.suppress(KeyboardInterrupt):  # what was measured is worth printing
+    with contextlib.suppress(KeyboardInterrupt, httpx.TransportError):  # what was measured is worth printing
         for number, schema in enumerate(track(jobs, "asking", disable=not show)):
             answer = ask(http, number, schema)
             counts["answers"] += 1
