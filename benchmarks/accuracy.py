@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from engine.models import registry
+from engine.models.batch import Rows
+from engine.models.cache import Cache
 from engine.models.registry import Model
 from engine.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.weights.embedded import embedded_model
@@ -53,15 +55,21 @@ def load(checkpoint: Checkpoint, threads: int, *, exact: bool) -> Model:
     return registry.build(checkpoint, device=device, threads=threads, rows=0, progress=lambda *_: None, exact=exact)
 
 
+def alone(model: Model, tokens: Tensor, cache: Cache, start: int, *, all_rows: bool = False) -> Tensor:
+    """A step of one sequence: logits of its last row, or of all."""
+    wanted = tokens.numel() if all_rows else 1
+    return model.forward([Rows(cache, tokens.tolist(), start, wanted=wanted)])
+
+
 def prefill(model: Model, tokens: Tensor) -> Tensor:
-    return model.forward(tokens, model.new_cache(tokens.numel()), 0, all_rows=True)
+    return alone(model, tokens, model.new_cache(tokens.numel()), 0, all_rows=True)
 
 
 def decode(model: Model, tokens: Tensor, rows: int) -> Tensor:
     """``rows`` at a time, each step reading what those before it wrote."""
     cache = model.new_cache(tokens.numel())
     steps = tokens.split(rows)
-    return torch.cat([model.forward(step, cache, i * rows, all_rows=True) for i, step in enumerate(steps)])
+    return torch.cat([alone(model, step, cache, i * rows, all_rows=True) for i, step in enumerate(steps)])
 
 
 def measure(checkpoint: Checkpoint, text: str, positions: int, threads: int, rows: int = 1) -> Iterator[Distance]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.grammar import Masks
+from engine.models.batch import Rows
 from engine.models.registry import Model
 from engine.pieces import Vocabulary, vocabulary
 from engine.pipe import complain
@@ -200,7 +201,7 @@ class Bench:
         self._steps = min(self._steps + 1, _CHECK_STEPS - 1)  # how many it takes is not known beforehand
         tokens = (torch.arange(rows) * 7919 + 13) % self._model.vocab
         with torch.inference_mode():
-            return self._model.forward(tokens.to(self._device), self._cache, start)[-1].float().cpu()
+            return self._model.forward([Rows(self._cache, tokens.tolist(), start)])[-1].float().cpu()
 
     def step(self, rows: int, start: int) -> float:
         """Seconds of a step."""

@@ -24,6 +24,7 @@ from engine.failpoints import EXIT_CODE, FailpointFault, Failpoints
 from engine.load import Line, Loaded, LoadFailed, load, stand_still
 from engine.logprobs import token_logprob
 from engine.models import registry
+from engine.models.batch import Rows
 from engine.pipe import complain, open_pipe
 from engine.protocol import Config, FromEngine, Measure, Memory, Stop, ToEngine
 from engine.sequence import Sequence, Slots, Step
@@ -119,8 +120,8 @@ class Engine:
         if threads != self._using:
             torch.set_num_threads(threads)
             self._using = threads
-        rows = torch.tensor(tokens, dtype=torch.int64, device=loaded.device)
-        logits: sampling.Logits = loaded.model.forward(rows, loaded.caches[slot], start)[-1].float().cpu().numpy()
+        rows = Rows(loaded.caches[slot], tokens, start)
+        logits: sampling.Logits = loaded.model.forward([rows])[-1].float().cpu().numpy()
         return logits
 
     def _propose(self, run: Sequence, raw: sampling.Logits, began: float) -> None:

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from tokenizers import pre_tokenizers
+from torch import Tensor
 
 from engine.models import registry
+from engine.models.batch import Rows
+from engine.models.cache import Cache
 from engine.weights.checkpoint import Checkpoint
 
 SPECIAL = ["<|start|>", "<|im_end|>", "<|pad|>"]
@@ -35,6 +38,12 @@ def build(checkpoint: Checkpoint, *, exact: bool = False, rows: int = 0, threads
     """On the CPU, on one thread: two would wait for each other when tests run beside other work."""
     device = torch.device("cpu")
     return registry.build(checkpoint, device=device, threads=threads, rows=rows, progress=lambda *_: None, exact=exact)
+
+
+def alone(model: registry.Model, tokens: Tensor, cache: Cache, start: int, *, all_rows: bool = False) -> Tensor:
+    """A step of one sequence: logits of its last row, or of all."""
+    wanted = tokens.numel() if all_rows else 1
+    return model.forward([Rows(cache, tokens.tolist(), start, wanted=wanted)])
 
 
 def byte_vocabulary(size: int) -> list[str]:

@@ -18,7 +18,7 @@ from engine.failpoints import EXIT_CODE, Failpoints
 from engine.load import LoadFailed, device_for, load, processors, throttled
 from engine.protocol import Config, Described, FromEngine, Loading
 from tests.checkpoints import tokenizer
-from tests.fake_engine import FakeModel, build, checkpoint
+from tests.fake_engine import FakeCache, FakeModel, build, checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_kv_that_cannot_be_allocated_is_told_with_its_size() -> None:
     """I6: never later."""
 
     class Greedy(FakeModel):
-        def new_cache(self, rows: int) -> torch.Tensor:
+        def new_cache(self, rows: int) -> FakeCache:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with pytest.raises(LoadFailed, match="could not be allocated") as failed:

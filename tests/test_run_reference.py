@@ -138,8 +138,7 @@ def reference(asked: Start, known: Vocabulary, words: Words) -> tuple[list[int],
             return ids, turns, "stop"
         if len(ids) == asked.max_tokens:
             return ids, turns, "length"
-        rows = torch.tensor(PROMPT + ids)
-        logits = model.forward(rows, torch.zeros(96, dtype=torch.int64), 0)[-1].numpy().copy()
+        logits = model.logits(PROMPT + ids).numpy().copy()
         begin, end, _ = block(ids, asked.thinking, known)
         reason = due(ids, asked.thinking, known, asked.max_tokens) if begin is not None and end is None else ""
         if reason:

@@ -198,8 +198,9 @@ def test_a_device_that_is_lost_ends_the_engine() -> None:
     """I11: a fault that would meet every later run too is for a new start to mend; the run hears of it first."""
     bench = Bench()
     bench.engine._loaded = dataclasses.replace(bench.loaded, device="meta")  # a device that gives no number back
+    poisoned = Start(1, 1, 0, [3, POISON], GREEDY, 5, [])  # any fault asks whether the device is still there
     with pytest.raises(AssertionError, match="1"):
-        bench.turns(1, start())
+        bench.turns(1, poisoned)
     assert [m.reason for m in bench.said if isinstance(m, Ended)] == ["fault"]
 
 

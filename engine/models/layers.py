@@ -35,9 +35,10 @@ class Stream:
         scaled: Tensor = self.x / torch.linalg.vector_norm(self._long, dim=-1, keepdim=True)
         return scaled.mul_(weight).to(dtype)
 
-    def last(self) -> None:
-        """Keep the last row only."""
-        self._long, self.x = self._long[-1:], self.x[-1:]
+    def last(self, count: int) -> None:
+        """Keep the last ``count`` rows only."""
+        first = self.x.shape[0] - count
+        self._long, self.x = self._long[first:], self.x[first:]
 
 
 def norm_weight(weight: Tensor) -> Tensor:

@@ -3,28 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.models import llama
+from engine.models import dense
+from engine.models.batch import Rows
 from engine.models.cache import Cache
 from engine.models.loading import Loader, Progress, give_back
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 
 
 class Model(Protocol):
-    """What the worker runs; :class:`engine.models.llama.Llama` documents each part."""
+    """What the worker runs."""
 
     window: int
+    """Rows a sequence may have."""
     vocab: int
+    """Token ids there are."""
     weights_bytes: int
+    """Bytes of all weights that stay in memory; a tied head counts once."""
     kv_bytes_per_row: int
+    """Bytes a row takes in a cache."""
+    state_bytes: int
+    """Bytes of recurrent states and convolution tails in a cache, whatever its rows; 0 without recurrent layers."""
+    alike: int
+    """Up to so many rows of a step, of all its parts together, come out bit for bit as they would alone."""
+    path: str
+    """How steps are computed, a word or two for people: what ``tandem doctor`` and ``/health`` show."""
 
-    def new_cache(self, rows: int) -> Cache: ...  # noqa: D102
-    def workspace(self, rows: int, start: int) -> int: ...  # noqa: D102
-    def forward(self, tokens: Tensor, cache: Cache, start: int, *, all_rows: bool = False) -> Tensor: ...  # noqa: D102
+    def new_cache(self, rows: int) -> Cache:
+        """Room for ``rows`` rows, allocated and touched now."""
+        ...
+
+    def workspace(self, rows: int, start: int) -> int:
+        """About how many bytes a step of ``rows`` new rows behind ``start`` takes beside weights and cache."""
+        ...
+
+    def forward(self, parts: Items[Rows]) -> Tensor:
+        """One step. Logits, float32 ``[sum of wanted, vocab]``, part by part, on the model's device.
+
+        The same rows in the same steps give the same bits; up to ``alike`` rows, whatever else the step holds. Raises
+        ValueError when a part's rows do not fit into its cache.
+        """
+        ...
+
+    def use(self, threads: int) -> None:
+        """Processors for the steps from here on."""
+        ...
 
 
 class Builder(Protocol):
@@ -35,7 +63,7 @@ class Builder(Protocol):
     ) -> Model: ...
 
 
-BUILDERS: dict[str, Builder] = {"llama": llama.build}
+BUILDERS: dict[str, Builder] = {"llama": dense.build}
 """By :attr:`~engine.weights.checkpoint.Checkpoint.architecture`."""
 
 

@@ -1,4 +1,4 @@
-"""engine/models/llama.py: the same numbers as transformers, and steps that repeat bit for bit."""
+"""engine/models/dense.py: the same numbers as transformers, and steps that repeat bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.weights.checkpoint import Checkpoint, CheckpointError, open_checkpoi
 from engine.weights.config import Config
 from engine.weights.embedded import embedded_model
 from engine.weights.folder import canonical
-from tests.checkpoints import build, write_gguf, write_tokenizer
+from tests.checkpoints import alone, build, write_gguf, write_tokenizer
 
 TEXT = Path(__file__).resolve().parent.parent / "fixtures" / "texts" / "accuracy.txt"
 
@@ -63,19 +63,19 @@ def near(got: Tensor, expected: Tensor) -> float:
 def greedy(model: Model, tokens: Tensor, n: int) -> tuple[list[int], Tensor]:
     """``n`` tokens decoded one by one behind ``tokens``, and the logits of each."""
     cache = model.new_cache(tokens.numel() + n)
-    logits, ids, seen = model.forward(tokens, cache, 0), [], []
+    logits, ids, seen = alone(model, tokens, cache, 0), [], []
     for i in range(n):
         seen.append(logits)
         ids.append(int(logits.argmax()))
         if i + 1 < n:
-            logits = model.forward(torch.tensor(ids[-1:]), cache, tokens.numel() + i)
+            logits = alone(model, torch.tensor(ids[-1:]), cache, tokens.numel() + i)
     return ids, torch.cat(seen)
 
 
 def agrees(model: Model, theirs: Any, tokens: Tensor, n: int) -> None:
     """Prefill logits within 1e-3, and the same ``n`` greedy tokens, their logits within 1e-3 too."""
     cache = model.new_cache(tokens.numel())
-    assert near(model.forward(tokens, cache, 0, all_rows=True), theirs(tokens[None]).logits[0]) < 1e-3
+    assert near(alone(model, tokens, cache, 0, all_rows=True), theirs(tokens[None]).logits[0]) < 1e-3
     ids, logits = greedy(model, tokens, n)
     whole = theirs(torch.cat([tokens, torch.tensor(ids[:-1])])[None]).logits[0, tokens.numel() - 1 :]
     assert whole.argmax(-1).tolist() == ids
@@ -102,7 +102,7 @@ def test_shards_and_half_precision(tmp_path: Path) -> None:
         checkpoint = open_checkpoint(tmp_path / str(dtype))
         model = build(checkpoint)
         tokens = torch.arange(100)
-        got = model.forward(tokens, model.new_cache(100), 0, all_rows=True)
+        got = alone(model, tokens, model.new_cache(100), 0, all_rows=True)
         assert near(got, theirs.float()(tokens[None]).logits[0]) < 0.02
         assert model.weights_bytes < 1.15 * checkpoint.file_bytes
 
@@ -164,10 +164,10 @@ def test_every_format_runs_near_float32(tmp_path: Path, mix: str) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", MIXES[mix]))
     model, exact = build(checkpoint), build(checkpoint, exact=True)
     tokens = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(3))
-    expected = exact.forward(tokens, exact.new_cache(60), 0, all_rows=True)
-    assert near(model.forward(tokens, model.new_cache(60), 0, all_rows=True), expected) < 0.03
+    expected = alone(exact, tokens, exact.new_cache(60), 0, all_rows=True)
+    assert near(alone(model, tokens, model.new_cache(60), 0, all_rows=True), expected) < 0.03
     cache = model.new_cache(60)
-    single = torch.cat([model.forward(t, cache, i) for i, t in enumerate(tokens.split(1))])
+    single = torch.cat([alone(model, t, cache, i) for i, t in enumerate(tokens.split(1))])
     assert near(single, expected) < 0.03
 
 
@@ -178,7 +178,7 @@ def test_the_files_own_divisors_are_used(tmp_path: Path) -> None:
     tokens, seen = torch.arange(40), []
     for more in ({"tensors": twos}, {"extra": linear}, {}):
         model = build(open_checkpoint(write_gguf(tmp_path / "tiny.gguf", {}, **more)), exact=True)
-        seen.append(model.forward(tokens, model.new_cache(40), 0))
+        seen.append(alone(model, tokens, model.new_cache(40), 0))
     assert torch.equal(seen[0], seen[1]) and near(seen[0], seen[2]) > 1e-3
 
 
@@ -194,7 +194,7 @@ def test_the_same_chunks_give_the_same_bits(tiny: Model, chunk: int) -> None:
 
     def once() -> tuple[Tensor, Tensor]:
         cache = tiny.new_cache(100)
-        rows = [tiny.forward(t, cache, i * chunk, all_rows=True) for i, t in enumerate(tokens.split(chunk))]
+        rows = [alone(tiny, t, cache, i * chunk, all_rows=True) for i, t in enumerate(tokens.split(chunk))]
         return torch.cat(rows), torch.stack(cache.layers)
 
     first, again = once(), once()
@@ -204,21 +204,21 @@ def test_the_same_chunks_give_the_same_bits(tiny: Model, chunk: int) -> None:
 def test_what_lies_behind_the_rows_does_not_matter(tiny: Model) -> None:
     """Old rows behind ``start + n`` (of a longer prompt, of a cut answer) are not seen."""
     clean, used = tiny.new_cache(100), tiny.new_cache(100)
-    tiny.forward(torch.arange(100), used, 0)
+    alone(tiny, torch.arange(100), used, 0)
     for start, n in ((0, 20), (20, 1), (21, 30)):
         tokens = torch.arange(start, start + n)
-        assert torch.equal(tiny.forward(tokens, clean, start), tiny.forward(tokens, used, start))
+        assert torch.equal(alone(tiny, tokens, clean, start), alone(tiny, tokens, used, start))
 
 
 def test_chunks_are_the_whole(tmp_path: Path) -> None:
     """In float32 the result does not depend on where a prompt was cut; only the last row's logits come by default."""
     model = build(open_checkpoint(write_gguf(tmp_path / "tiny.gguf", {})), exact=True)
     tokens = torch.arange(90)
-    whole = model.forward(tokens, model.new_cache(90), 0, all_rows=True)
+    whole = alone(model, tokens, model.new_cache(90), 0, all_rows=True)
     assert whole.shape == (90, 320) and whole.dtype == torch.float32
     cache = model.new_cache(90)
     for start, end in ((0, 50), (50, 51), (51, 90)):
-        last = model.forward(tokens[start:end], cache, start)
+        last = alone(model, tokens[start:end], cache, start)
         assert last.shape == (1, 320)
         assert near(last[0], whole[end - 1]) < 1e-5
 
@@ -234,7 +234,7 @@ def test_sizes_are_what_is_there(tiny: Model) -> None:
 @pytest.mark.parametrize(("start", "n"), [(0, 41), (40, 1), (-1, 2), (0, 0)])
 def test_rows_that_do_not_fit_are_refused(tiny: Model, start: int, n: int) -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        tiny.forward(torch.zeros(n, dtype=torch.int64), tiny.new_cache(40), start)
+        alone(tiny, torch.zeros(n, dtype=torch.int64), tiny.new_cache(40), start)
 
 
 def test_a_shorter_window_may_be_asked_for(tmp_path: Path) -> None:

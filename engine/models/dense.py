@@ -7,6 +7,7 @@ on reading.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F  # noqa: N812 (torch's own habit)
 from torch import Tensor
 
 from engine.models import layers
-from engine.models.cache import Cache
+from engine.models.batch import Rows
+from engine.models.cache import KV
 from engine.models.layers import Stream
 from engine.models.loading import Loader
 from engine.weights import quants
@@ -39,7 +41,7 @@ class Layer:
 PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 
 
-def build(checkpoint: Checkpoint, loader: Loader, *, device: torch.device, rows: int, exact: bool) -> Llama:
+def build(checkpoint: Checkpoint, loader: Loader, *, device: torch.device, rows: int, exact: bool) -> Decoder:
     """Read the weights of ``checkpoint`` and put the model together. ``rows`` 0 takes the checkpoint's whole window."""
     config = checkpoint.config
     names = {"token_embd.weight", "output_norm.weight"}
@@ -54,7 +56,7 @@ def build(checkpoint: Checkpoint, loader: Loader, *, device: torch.device, rows:
     head = table if config.tied else loader.table("output.weight", config.vocab, config.hidden)
     window = min(rows, config.window) if rows else config.window
     turns = layers.rotations(layers.frequencies(config, factors), window, device)
-    return Llama(config, table, stack, norm, head, turns, loader.nbytes, device=device, exact=exact)
+    return Decoder(config, table, stack, norm, head, turns, loader.nbytes, device=device, exact=exact)
 
 
 def _layer(loader: Loader, config: Config, index: int, *, pairs: bool) -> Layer:
@@ -85,7 +87,7 @@ def _paired(rows: int, width: int) -> Tensor:
     return torch.arange(rows).view(-1, 2, width // 2).transpose(1, 2).reshape(-1)
 
 
-class Llama:
+class Decoder:
     """A model whose weights are read. Holds no sequence: caches are the caller's."""
 
     def __init__(
@@ -110,13 +112,18 @@ class Llama:
         """Token ids there are."""
         self.weights_bytes = weights_bytes
         """Bytes of all weights that stay in memory; a tied head counts once."""
+        self.state_bytes, self.alike, self.path = 0, 1, "torch"
         self.kv_bytes_per_row = config.layers * 2 * config.kv_heads * config.head_dim * self._dtype.itemsize
         """Bytes a row takes in a cache."""
 
-    def new_cache(self, rows: int) -> Cache:
+    def new_cache(self, rows: int) -> KV:
         """Room for ``rows`` rows, allocated and touched now."""
         config = self._config
-        return Cache(config.layers, config.kv_heads, rows, config.head_dim, self._dtype, self._device)
+        return KV(config.layers, config.kv_heads, rows, config.head_dim, self._dtype, self._device)
+
+    def use(self, threads: int) -> None:
+        """Torch's threads, of the whole process."""
+        torch.set_num_threads(threads)
 
     def workspace(self, rows: int, start: int) -> int:
         """About how many bytes a step of ``rows`` new rows behind ``start`` takes beside weights and cache."""
@@ -127,23 +134,25 @@ class Llama:
         decoded = 2 * 2 * max(2 * config.ff * config.hidden, wide * config.hidden)
         return activations + mask + decoded + config.vocab * 4 * 3
 
-    def forward(self, tokens: Tensor, cache: Cache, start: int, *, all_rows: bool = False) -> Tensor:
-        """One step. ``tokens`` int64 ``[n]`` become rows ``start`` … ``start + n - 1`` of ``cache`` and see all before.
+    def forward(self, parts: Items[Rows]) -> Tensor:
+        """One step over the rows of all ``parts``, as :class:`engine.models.registry.Model` says."""
+        return torch.cat([self._alone(part) for part in parts])
 
-        Returns logits, float32 ``[1, vocab]`` of the last row, or ``[n, vocab]`` with ``all_rows``. The same tokens in
-        the same chunks give the same bits. Raises ValueError when the rows do not fit into the cache.
-        """
-        end = start + tokens.shape[0]
+    def _alone(self, part: Rows) -> Tensor:
+        cache, start, end = part.cache, part.start, part.start + len(part.tokens)
+        assert isinstance(cache, KV)
+        if part.parents is not None and list(part.parents) != list(range(-1, len(part.tokens) - 1)):
+            raise NotImplementedError("a tree of rows")
         if not 0 <= start < end <= min(cache.rows, self.window):
             raise ValueError(f"rows {start} to {end} do not fit into {min(cache.rows, self.window)}")
-        stream = Stream(self._table.gather(tokens.to(self._device)), self._config.eps)
+        tokens = torch.tensor(part.tokens, dtype=torch.int64, device=self._device)
+        stream = Stream(self._table.gather(tokens), self._config.eps)
         turn = self._turns[start:end]
         mask = layers.causal_mask(end - start, start, self._dtype, self._device)
         for layer, kv in zip(self._layers, cache.layers, strict=True):
             self._attention(layer, stream, kv, turn, mask, start)
             self._feed_forward(layer, stream)
-        if not all_rows:
-            stream.last()
+        stream.last(part.wanted)
         return self._head(stream.normed(self._norm, self._head.dtype)).float()
 
     def _attention(
