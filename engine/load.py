@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.grammar import Masks
 from engine.models.batch import Rows
+from engine.models.cache import Cache
 from engine.models.registry import Model
 from engine.pieces import Vocabulary, vocabulary
 from engine.pipe import complain
-from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine
+from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine, windows
 from engine.steps import CHECK_ROWS, Steps, measured
 from engine.weights.checkpoint import Checkpoint
 
@@ -33,6 +34,8 @@ Progress = Callable[[str, int, int], None]
 Post = Callable[[FromEngine], None]
 
 _DECODE_STEPS = 8
+ROUND_ROWS = 32
+"""The most rows of a round, of all its runs together."""
 _CHECK_STEPS = 50
 _BEAT_S = 0.25
 _LEAST_SPARE = 256 << 20
@@ -61,17 +64,26 @@ class Line(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """An engine ready to run: one cache a slot, each of ``window`` rows. ``one_s``: see ``one_thread``."""
+    """An engine ready to run: one cache a slot, of so many rows as ``windows`` says; the first has the whole window.
+
+    ``one_s``: see ``one_thread``. ``costs``: of rounds, ms by their rows; more than one row only where drafts may be.
+    """
 
     model: Model
-    caches: list[Any]
-    window: int
+    caches: list[Cache]
+    windows: list[int]
     steps: Steps
     device: str
     one_s: float
+    costs: dict[int, float]
     ready: Ready
     vocabulary: Vocabulary
     masks: Masks
+
+    @property
+    def window(self) -> int:
+        """Rows of the longest run."""
+        return self.windows[0]
 
 
 def describe(config: Config, checkpoint: Checkpoint, engine: str, window: int, pieces: list[bytes]) -> Described:
@@ -103,7 +115,7 @@ def load(
     """
     began = time.perf_counter()
     device, threads = device_for(config), config.threads or processors()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(threads)  # of what loads; the model's steps are told below
     native = checkpoint.config.window
     _refuse_bad(config, native)
     known = vocabulary(checkpoint.tokenizer_json, checkpoint.config.vocab)
@@ -114,15 +126,18 @@ def load(
     model = build(
         checkpoint, device=torch.device(device), threads=threads, rows=config.max_len or native, progress=progress
     )
+    model.use(threads)
     window = _window(config, native, model, device)
     if window != (config.max_len or native):
         line.post(describe(config, checkpoint, "torch", window, known.pieces))
-    caches = _allocate(config, model, window)
+    rows = windows(window, config.parallel, config.side_max_len)
+    caches = _allocate(model, rows)
     bench = Bench(model, caches[0], window, device, progress)
     check_ms = self_check(bench)
     grid = config.prefix_chunk
     steps = Steps(grid, (config.safe_rows,)) if config.safe_rows else measured(grid, window, bench.step)
     one_s = one_thread(bench, threads, device)
+    costs = bench.rounds(ROUND_ROWS if config.speculate else 1)
     ready = Ready(
         config.epoch,
         load_s=time.perf_counter() - began,
@@ -132,13 +147,16 @@ def load(
         decode_rate=bench.decode_rate(),
         file_bytes=checkpoint.file_bytes,
         weights_bytes=model.weights_bytes,
-        kv_bytes=window * model.kv_bytes_per_row * config.parallel,
+        kv_bytes=_cache_bytes(model, rows),
         rss_bytes=memory.resident(),
         device=device,
         threads=threads,
+        path=model.path,
+        alike=model.alike,
+        state_bytes=model.state_bytes,
     )
     masks = Masks(known.pieces, checkpoint.end_ids, checkpoint.config.vocab)
-    return Loaded(model, caches, window, steps, device, one_s, ready, known, masks)
+    return Loaded(model, caches, rows, steps, device, one_s, costs, ready, known, masks)
 
 
 def device_for(config: Config) -> str:
@@ -190,23 +208,35 @@ class Bench:
     Each step is said, so that a slow machine's load is not taken for one that stands still.
     """
 
-    def __init__(self, model: Model, cache: Any, window: int, device: str, progress: Progress) -> None:
+    def __init__(self, model: Model, cache: Cache, window: int, device: str, progress: Progress) -> None:
         self._model, self._cache, self._window, self._device = model, cache, window, device
         self._progress, self._steps = progress, 0
         self.rows = min(CHECK_ROWS, window)
 
-    def logits(self, rows: int, start: int) -> Tensor:
-        """Float32 logits ``[vocab]`` after ``rows`` rows of a fixed prompt put at ``start``, on the CPU."""
+    def logits(self, rows: int, start: int, draft: bool = False) -> Tensor:
+        """Float32 logits ``[vocab]`` after ``rows`` rows of a fixed prompt put at ``start``, on the CPU.
+
+        ``draft``: as rows of a round, of all of which logits are wanted.
+        """
         self._progress("check", self._steps, _CHECK_STEPS)
         self._steps = min(self._steps + 1, _CHECK_STEPS - 1)  # how many it takes is not known beforehand
-        tokens = (torch.arange(rows) * 7919 + 13) % self._model.vocab
+        tokens = ((torch.arange(rows) * 7919 + 13) % self._model.vocab).tolist()
+        self._cache.go_back(None)  # a recurrent state begins anew, so that the same rows give the same logits
         with torch.inference_mode():
-            return self._model.forward([Rows(self._cache, tokens.tolist(), start)])[-1].float().cpu()
+            part = Rows(self._cache, tokens, start, wanted=rows if draft else 1, draft=draft)
+            logits = self._model.forward([part]).float().cpu()[-1]
+        if draft:
+            self._cache.keep(start, [0])
+        return logits
 
-    def step(self, rows: int, start: int) -> float:
+    def use(self, threads: int) -> None:
+        """Processors for the steps from here on."""
+        self._model.use(threads)
+
+    def step(self, rows: int, start: int, draft: bool = False) -> float:
         """Seconds of a step."""
         began = time.perf_counter()
-        self.logits(rows, start)
+        self.logits(rows, start, draft)
         return max(time.perf_counter() - began, 1e-9)
 
     def decoded(self) -> list[Tensor]:
@@ -221,6 +251,16 @@ class Bench:
         """Rows a second, one at a time."""
         start = min(self.rows, self._window - 1)
         return 1.0 / statistics.median(self.step(1, start) for _ in range(_DECODE_STEPS))
+
+    def rounds(self, most: int) -> dict[int, float]:
+        """Milliseconds of rounds by their rows: 1, 2, 4, … up to ``most``, and to what come out alike (``Model``).
+
+        The better of two tries each, near the window's begin: attention, which grows, is the same for all of them.
+        """
+        room = max(1, min(most, self._model.alike, self._window))
+        start = min(self.rows, self._window - room)
+        sizes = [1 << n for n in range(room.bit_length()) if 1 << n <= room]
+        return {rows: 1000 * min(self.step(rows, start, True) for _ in range(2)) for rows in sizes}
 
 
 def self_check(bench: Bench) -> float:
@@ -241,12 +281,12 @@ def one_thread(bench: Bench, threads: int, device: str) -> float:
     if device != "cpu" or threads == 1:
         return 0.0
     all_threads = bench.decoded()
-    torch.set_num_threads(1)
+    bench.use(1)
     try:
         same = all(torch.equal(a, b) for a, b in zip(all_threads, bench.decoded(), strict=True))
         return 1.0 / bench.decode_rate() if same else 0.0
     finally:
-        torch.set_num_threads(threads)
+        bench.use(threads)
 
 
 def _refuse_bad(config: Config, native: int) -> None:
@@ -272,22 +312,30 @@ def stand_still() -> None:
 def _window(config: Config, native: int, model: Model, device: str) -> int:
     free = memory.free(device)
     room = free - max(_LEAST_SPARE, free // 10)  # steps need room of their own
-    window, cut = _fitting(config.max_len, native, model.kv_bytes_per_row * config.parallel, room)
+    room -= model.state_bytes * config.parallel
+    sides = config.parallel - 1, config.side_max_len
+    window, cut = _fitting(config.max_len, native, model.kv_bytes_per_row, room, sides)
     if cut:
         complain(cut)
     return window
 
 
-def _fitting(asked: int, native: int, per_row: int, room: int) -> tuple[int, str]:
+def _fitting(asked: int, native: int, per_row: int, room: int, sides: tuple[int, int] = (0, 0)) -> tuple[int, str]:
     try:
-        return memory.fit(asked, native, per_row, room)
+        return memory.fit(asked, native, per_row, room, *sides)
     except memory.DoesNotFit as error:
         raise LoadFailed(str(error), 3) from None
 
 
-def _allocate(config: Config, model: Model, window: int) -> list[Any]:
+def _cache_bytes(model: Model, rows: list[int]) -> int:
+    """Bytes of the caches of sequences with so many rows each."""
+    return sum(rows) * model.kv_bytes_per_row + len(rows) * model.state_bytes
+
+
+def _allocate(model: Model, rows: list[int]) -> list[Cache]:
     try:
-        return [model.new_cache(window) for _ in range(config.parallel)]
+        return [model.new_cache(count) for count in rows]
     except (MemoryError, RuntimeError):  # torch says RuntimeError on the CPU, a subclass of it on cuda
-        size = memory.gib(window * model.kv_bytes_per_row * config.parallel)
-        raise LoadFailed(f"{size} of memory for the KV rows of {window} tokens could not be allocated.", 3) from None
+        size = memory.gib(_cache_bytes(model, rows))
+        text = f"{size} of memory for the KV rows of {sum(rows)} tokens could not be allocated."
+        raise LoadFailed(text, 3) from None

@@ -2,12 +2,24 @@
 
 On the CPU the numbers are the process's and the machine's (``/proc``, and the control group's limit where there is
 one); on ``cuda`` they are the allocator's and the device's.
+
+============  ========================================================================================================
+of a message  counts
+============  ========================================================================================================
+weights       matrices and vectors in the form they are kept in, a tied head once; not the table of rotary angles
+kv            every slot's rows and both of its recurrent states, whether a run is in it or not
+allocated     weights, kv, and what is parked or marked: copies of rows and checkpoints of states
+reserved      the process's resident memory, interpreter and libraries among it; of a device what its allocator holds
+peak          the most that was ever reserved
+workspace     what the dearest step of a prefill takes beside what is allocated (:func:`of_prefill`). Some of it may be
+              held already: the native step's own room stays, and an allocator gives back late
+============  ========================================================================================================
 """
 
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -47,24 +59,46 @@ def free(device: str) -> int:
     return min([_available(), *_group_room()])
 
 
-def fit(asked: int, native: int, per_row: int, room: int) -> tuple[int, str]:
+def fit(asked: int, native: int, per_row: int, room: int, sides: int = 0, side: int = 0) -> tuple[int, str]:
     """The window in rows and, where the checkpoint's had to be cut, a sentence that says so ("" otherwise).
 
-    ``asked`` is ``--max-len`` (0: the ``native`` window of the checkpoint), ``per_row`` what a row of KV takes over all
-    slots, ``room`` what KV may take. Raises ``DoesNotFit`` for an asked one that is too long, or when nothing fits.
+    ``asked`` is ``--max-len`` (0: the ``native`` window of the checkpoint), ``per_row`` what a row of KV takes and
+    ``room`` what KV may take. Beside slot 0 there are so many ``sides``, each as long as it but no longer than ``side``
+    rows. Raises ``DoesNotFit`` for an asked one that is too long, or when nothing fits.
     """
     if asked > native:
         raise DoesNotFit(f"--max-len {asked} is longer than the model's window of {native} tokens.")
     rows = asked or native
-    if rows * per_row <= room:
+    needed = (rows + sides * min(side, rows)) * per_row
+    if needed <= room:
         return rows, ""
-    most = max(room, 0) // per_row // 64 * 64
-    sizes = f"needs {gib(rows * per_row)} of memory for its KV rows, {gib(room)} are free"
+    held = max(room, 0) // per_row
+    alike = held // (1 + sides)  # rows of each, were all as long as slot 0
+    most = (alike if alike <= side else held - sides * side) // 64 * 64
+    whose = "its KV rows and those of the side slots" if sides else "its KV rows"
+    sizes = f"needs {gib(needed)} of memory for {whose}, {gib(room)} are free"
     if asked:
         raise DoesNotFit(f"--max-len {asked} {sizes}: at most {most} tokens fit.")
     if most == 0:
         raise DoesNotFit(f"A window of {rows} tokens {sizes}: not even 64 tokens fit.")
     return most, f"The model's window of {rows} tokens {sizes}: it is cut to {most} tokens."
+
+
+def of_prefill(rows: int, grid: int, size: Callable[[int], int], workspace: Callable[[int, int], int]) -> int:
+    """What the dearest step of a prefill of ``rows`` rows takes.
+
+    ``size(start)``: rows of the step that begins there, one size in a block of ``grid`` rows. ``workspace(rows,
+    start)``: a step's. Steps of one size take more the deeper they stand, so of each size the last is asked for.
+    """
+    last: dict[int, int] = {}
+    for block in range(0, rows, grid):
+        step, end = size(block), min(block + grid, rows)
+        rest = (end - block) % step
+        if end - block >= step:
+            last[step] = end - rest - step
+        if rest:
+            last[rest] = end - rest
+    return max(workspace(step, start) for step, start in last.items())
 
 
 def gib(size: int) -> str:

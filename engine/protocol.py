@@ -66,7 +66,8 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     No stop id is chosen before the answer has ``min_tokens`` tokens, but as text where a grammar leaves nothing beside
     it or a closing holds it. ``logprobs``: how many alternatives each token's log-probability comes with, -1: none is
     asked for. ``keep_end``: another choice of the same prompt follows in the same slot; a ``Start`` whose tokens are
-    those kept there begins at the prompt's end.
+    those kept there begins at the prompt's end. ``hashes``: of the prompt's whole blocks (``stages/hashes.py``):
+    what is resident is found by them; they may be fewer than the prompt has.
     """
 
     epoch: int
@@ -82,6 +83,7 @@ class Start(msgspec.Struct, tag="start", frozen=True):
     thinking: Thinking = Thinking()
     grammar: Grammar | None = None
     keep_end: bool = False
+    hashes: list[bytes] = []
 
 
 class Seen(msgspec.Struct, tag="seen", frozen=True):
@@ -152,7 +154,11 @@ class Described(msgspec.Struct, tag="described", frozen=True):
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
-    """The engine takes runs. Sizes in bytes, times in seconds (``_s``) or milliseconds (``_ms``), rates in rows/s."""
+    """The engine takes runs. Sizes in bytes, times in seconds (``_s``) or milliseconds (``_ms``), rates in rows/s.
+
+    ``path``: what computes, in words (``native avx2``). ``alike``: the most rows of a step that come out the same bits
+    as each alone; 1: no drafts and no joint rounds. ``state_bytes``: the recurrent state of one sequence.
+    """
 
     epoch: int
     load_s: float
@@ -166,6 +172,9 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     rss_bytes: int
     device: str
     threads: int
+    path: str = ""
+    alike: int = 1
+    state_bytes: int = 0
 
 
 class Memory(msgspec.Struct, tag="memory", frozen=True):
@@ -217,7 +226,8 @@ class Turn(msgspec.Struct, array_like=True, frozen=True):
 class Tokens(msgspec.Struct, tag="tokens", frozen=True):
     """One round: ``ids`` are answer tokens ``start`` … ``start + len(ids) - 1``; ``logprobs`` one each, if asked.
 
-    ``turns``: those that these tokens complete, in order.
+    ``turns``: those that these tokens complete, in order. ``drafted`` tokens were proposed for this round, ``accepted``
+    of them are among ``ids``. ``shared``: runs that had a round in this step, this one counted.
     """
 
     epoch: int
@@ -227,10 +237,17 @@ class Tokens(msgspec.Struct, tag="tokens", frozen=True):
     ms: float
     logprobs: list[TokenLogprob] = []
     turns: list[Turn] = []
+    drafted: int = 0
+    accepted: int = 0
+    shared: int = 1
 
 
 class Resumed(msgspec.Struct, tag="resumed", frozen=True):
-    """The run begins with ``rows`` rows already resident. ``source``: ``end``, the kept end of the same prompt."""
+    """The run begins with ``rows`` of the prompt's rows already resident; it is said before the first ``Chunk``.
+
+    ``source``: ``slot``, what the slot kept; ``park``, a conversation put aside in memory; ``disk``, a prefix read from
+    a file; ``end``, the kept end of the same prompt; ``none``, nothing.
+    """
 
     epoch: int
     run: int
@@ -241,7 +258,8 @@ class Resumed(msgspec.Struct, tag="resumed", frozen=True):
 class Ended(msgspec.Struct, tag="ended", frozen=True):
     """The run is over and its slot free. ``reason``: stop, length, cancelled or fault; ``why`` a fault's class name.
 
-    ``kept`` rows stay resident, ``generated`` answer tokens were committed.
+    ``kept`` rows stay resident, ``generated`` answer tokens were committed in ``rounds`` steps; ``drafted`` tokens were
+    proposed, ``accepted`` of them committed.
     """
 
     epoch: int
@@ -252,6 +270,9 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
     prefill_ms: float = 0.0
     decode_ms: float = 0.0
     why: str = ""
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class Declined(msgspec.Struct, tag="declined", frozen=True):
@@ -262,7 +283,31 @@ class Declined(msgspec.Struct, tag="declined", frozen=True):
     reason: str
 
 
-FromEngine = Loading | Described | Ready | Memory | Resumed | Chunk | Tokens | Ended | Declined
+class Resident(msgspec.Struct, tag="resident", frozen=True):
+    """What one place holds now, sent whenever it changed; the newest word on a place stands.
+
+    ``where``: ``slot``, ``park`` or ``disk``; ``slot``: which one of the slots, or which entry of the other two (a
+    number the engine gives, -1: all that is there as one). ``rows`` 0: nothing any more. ``hashes``: of the whole
+    blocks held, in order, as in ``Start.hashes``. ``nbytes``: what the entry takes beside the slots' own buffers.
+    """
+
+    epoch: int
+    where: str
+    slot: int
+    rows: int
+    hashes: list[bytes] = []
+    nbytes: int = 0
+
+
+class OwnWork(msgspec.Struct, tag="own_work", frozen=True):
+    """The engine works on its own account between steps: ``what`` (a word for people) has begun or is over."""
+
+    epoch: int
+    what: str
+    begun: bool
+
+
+FromEngine = Loading | Described | Ready | Memory | Resumed | Chunk | Tokens | Ended | Declined | Resident | OwnWork
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -271,6 +316,11 @@ class Config(msgspec.Struct, frozen=True):
     ``model``: a GGUF file or a safetensors folder. ``max_len`` 0 takes the checkpoint's window. ``safe_rows`` 0 is
     chosen at load so that a step takes at most 0.5 s. ``script``: a JSON file for the scripted engine. ``failpoints``
     name places where a test makes the engine fail: ``{"load": 1}`` and the like (see ``engine/failpoints.py``).
+    ``speculate``: draft tokens; ``draft_shape``: ``learned`` (cut by what rounds cost) or ``fixed``. ``park_bytes``:
+    memory for conversations put aside, 0: none, -1: from what is free. ``disk_cache_bytes``: what prefixes may take in
+    ``data_dir``, 0: none is written or read. ``parallel_cut``: with several sequences decoding, each one's drafts are
+    cut to its share of a step (``share``) or by the whole step (``joint``). ``parallel`` slots: the first has the whole
+    window, the others at most ``side_max_len`` rows.
     """
 
     epoch: int
@@ -281,8 +331,20 @@ class Config(msgspec.Struct, frozen=True):
     safe_rows: int = 0
     prefix_chunk: int = 1024
     parallel: int = 1
+    side_max_len: int = 65_536
     script: str = ""
     failpoints: dict[str, int] = {}
+    speculate: bool = True
+    draft_shape: str = "learned"
+    park_bytes: int = -1
+    disk_cache_bytes: int = 0
+    data_dir: str = ""
+    parallel_cut: str = "share"
+
+
+def windows(window: int, slots: int, side: int) -> list[int]:
+    """Rows of each slot: the first has the whole window, the others no more than ``side`` (row M1)."""
+    return [window, *[min(side, window)] * (slots - 1)]
 
 
 encoder = msgspec.msgpack.Encoder()

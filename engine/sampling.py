@@ -70,7 +70,7 @@ class Adjustments:
             self._seat(token)
 
     def count(self, tokens: Items[int]) -> None:
-        """These tokens were committed. One that is only proposed must not be counted: it may never be."""
+        """These tokens came next in the answer; each is counted before the one behind it is chosen."""
         if self._penal:
             for token in tokens:
                 place = self._seat(token)  # first: it may put a larger array in the place of this one

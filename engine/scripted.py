@@ -2,8 +2,8 @@
 
 ``ScriptedEngine`` has no thread, sleep or clock: time is an argument, so a test can run it in virtual time. The process
 (``python -m engine.scripted CONFIG_JSON``) wraps it with real time. The rules of a run are the real engine's
-(``engine/sequence.py``), the closing of its thinking too: a forced token comes before the script's next, and is that
-one where they are the same. Only the other tokens and what a step costs come from the script, a JSON file::
+(``engine/sequence.py``, ``slots.py``), the closing of its thinking too: a forced token comes before the script's next,
+and is that one where they are the same. Only the other tokens and what a step costs come from the script, a JSON file::
 
     {"load_ms": 0, "answers": [
         {"text": "Hello", "prefill_ms_per_row": 0.1, "decode_ms": 5, "round": 1, "then": "stop"},
@@ -47,8 +47,10 @@ from engine.protocol import (
     Stop,
     ToEngine,
     TokenLogprob,
+    windows,
 )
-from engine.sequence import Sequence, Slots, Step
+from engine.sequence import Sequence, Step
+from engine.slots import Slots
 from engine.weights.errors import CheckpointError
 
 Timed = tuple[float, FromEngine | Died]
@@ -124,7 +126,8 @@ class ScriptedEngine:
         self._config, self._described, self._script = config, described, script
         self._failpoints = Failpoints(config.failpoints)
         known = vocabulary(described.tokenizer, described.vocab)
-        self._slots = Slots(config.epoch, config.parallel, described.window, self._failpoints, known)
+        self._windows = windows(described.window, config.parallel, config.side_max_len)
+        self._slots = Slots(config.epoch, self._windows, self._failpoints, known)
         self._safe_rows = config.safe_rows or SAFE_ROWS
         self._inbox: list[Start | Seen | Cancel | Measure] = []
         self._tellers: dict[int, Teller] = {}  # by slot
@@ -183,7 +186,7 @@ class ScriptedEngine:
 
     def _load(self, at: float) -> list[Timed]:
         self._loaded_at = None
-        config, kv = self._config, self._described.window * KV_BYTES_PER_ROW
+        config, kv = self._config, sum(self._windows) * KV_BYTES_PER_ROW
         ready = Ready(
             config.epoch,
             load_s=self._script.load_ms / 1000,
@@ -209,7 +212,7 @@ class ScriptedEngine:
                 said += [(at, answer) for answer in self._slots.handle(message)]
         self._inbox.clear()
         said += [(at, message) for message in self._slots.settle()]
-        self._work = self._slots.turn()
+        self._work = next(iter(self._slots.turn()), None)
         if self._work is not None:
             self._done_at = at + self._cost(*self._work)
         return self._work is not None
@@ -276,7 +279,7 @@ class ScriptedEngine:
             said.append((at, Died(self._config.epoch, EXIT_CODE)))
 
     def _memory(self, message: Measure) -> Memory:
-        taken = WEIGHTS_BYTES + self._described.window * KV_BYTES_PER_ROW
+        taken = WEIGHTS_BYTES + sum(self._windows) * KV_BYTES_PER_ROW
         return Memory(message.epoch, message.run, taken, taken, taken, message.rows * KV_BYTES_PER_ROW)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,29 +20,41 @@ import msgspec
 import torch
 
 from engine import memory, sampling
+from engine.drafting import Drafting, drafters
 from engine.failpoints import EXIT_CODE, FailpointFault, Failpoints
-from engine.load import Line, Loaded, LoadFailed, load, stand_still
-from engine.logprobs import token_logprob
+from engine.keeper import keeper_for
+from engine.load import ROUND_ROWS, Line, Loaded, LoadFailed, load, stand_still
 from engine.models import registry
 from engine.models.batch import Rows
 from engine.pipe import complain, open_pipe
 from engine.protocol import Config, FromEngine, Measure, Memory, Stop, ToEngine
-from engine.sequence import Sequence, Slots, Step
+from engine.rounds import Part, walk
+from engine.sequence import Sequence, Step
+from engine.slots import Slots, Turn
+from engine.speculate.draft import NOTHING, Draft
+from engine.speculate.shape import Shapes
 from engine.threads import Threads
 from engine.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.weights.errors import CheckpointError
 
 
 class Engine:
-    """The loop over safe points: read what arrived, commit what may be, compute one step."""
+    """The loop over safe points: read what arrived, commit what may be, compute one step.
 
-    def __init__(self, config: Config, loaded: Loaded, line: Line, failpoints: Failpoints) -> None:
+    ``drafting``: who drafts, where a test says so.
+    """
+
+    def __init__(
+        self, config: Config, loaded: Loaded, line: Line, failpoints: Failpoints, drafting: Drafting | None = None
+    ) -> None:
         self._epoch, self._loaded, self._line, self._failpoints = config.epoch, loaded, line, failpoints
-        count, known = len(loaded.caches), loaded.vocabulary
-        self._slots = Slots(config.epoch, count, loaded.window, failpoints, known, loaded.masks)
+        self._keeper = keeper_for(config, loaded)
+        self._slots = Slots(config.epoch, loaded.windows, failpoints, loaded.vocabulary, loaded.masks, self._keeper)
+        self._most = max(1, min(ROUND_ROWS, loaded.model.alike))
+        self._drafting = drafting or drafting_for(config, loaded, self._most)
         self._threads = Threads(loaded.ready.threads, loaded.one_s)
         self._using = loaded.ready.threads
-        self._waiting = True  # nothing to compute: the next safe point waits for a message
+        self._waiting = False  # nothing to compute: the next safe point waits for a message
 
     def run(self) -> NoReturn:
         """Run until the process ends."""
@@ -51,13 +63,18 @@ class Engine:
 
     def turn(self) -> None:
         """One safe point and at most one step."""
-        for message in self._line.take(None if self._waiting else 0.0):
-            self._take_in(message)
-        self._say(self._slots.settle())
-        turn = self._slots.turn()
-        self._waiting = turn is None
-        if turn is not None:
-            self._compute(*turn)
+        messages = self._line.take(None if self._waiting else 0.0)
+        with torch.inference_mode():
+            for message in messages:
+                self._take_in(message)
+            self._say(self._slots.settle())
+            turn = self._slots.turn(self._most)
+            self._waiting = not turn and not self._keeper.work()
+            self._say(self._keeper.messages())
+            if turn and turn[0][1].step is Step.PREFILL:
+                self._read(*turn[0])
+            elif turn:
+                self._round(turn)
 
     def _take_in(self, message: ToEngine) -> None:
         if isinstance(message, Measure):
@@ -66,23 +83,16 @@ class Engine:
         elif not isinstance(message, Stop):  # a stop never comes this far: the pipe's reader ends the process
             self._say(self._slots.handle(message))
 
-    def _say(self, messages: list[FromEngine]) -> None:
+    def _say(self, messages: Iterable[FromEngine]) -> None:
         for message in messages:
             self._line.post(message)
 
-    def _compute(self, slot: int, run: Sequence) -> None:
-        """The next step of a run. An exception ends the run alone, told by its class: its text could hold a prompt."""
-        try:
-            with torch.inference_mode():
-                if run.step is Step.PREFILL:
-                    self._prefill(slot, run)
-                else:
-                    self._round(slot, run)
-        except Exception as error:
-            why = type(error).__name__
-            complain(f"run {run.start.run} in slot {slot} ended by a fault: {why}")
-            self._line.post(self._slots.fault(run, why))
-            self._check_device()
+    def _fault(self, run: Sequence, error: Exception) -> None:
+        """An exception ends its run alone, told by its class: its text could hold a prompt."""
+        why = type(error).__name__
+        complain(f"run {run.start.run} in slot {run.start.slot} ended by a fault: {why}")
+        self._line.post(self._slots.fault(run, why))
+        self._check_device()
 
     def _check_device(self) -> None:
         """Leave, to be started again, when the device itself is lost: every later run would end by a fault too."""
@@ -92,70 +102,101 @@ class Engine:
             complain(f"the device is lost: {type(error).__name__}")
             self._line.leave(1)
 
-    def _prefill(self, slot: int, run: Sequence) -> None:
+    def _read(self, slot: int, run: Sequence) -> None:
         """One step of the prompt; the last one's logits choose the first token."""
         began = time.perf_counter()
-        self._suffer(self._failpoints.harm("chunk", [run.chunks + 1]))
-        first, stop = run.chunk(self._loaded.steps.at(run.rows))
-        logits = self._forward(slot, run.start.tokens[first:stop], first, self._loaded.ready.threads)
-        self._line.post(run.read(stop, _ms_since(began), logits))
-        if run.step is Step.ROUND and run.limit > 0:
-            began = time.perf_counter()
-            self._propose(run, logits, began)
+        try:
+            self._suffer(self._failpoints.harm("chunk", [run.chunks + 1]))
+            first, stop = run.chunk(self._loaded.steps.at(run.rows))
+            part = Rows(self._loaded.caches[slot], run.start.tokens[first:stop], first)
+            logits = self._forward([part], self._loaded.ready.threads)
+            self._line.post(run.read(stop, _ms_since(began), logits[0]))
+            self._keeper.read(slot, run)
+            if run.step is Step.ROUND and run.limit > 0:
+                began = time.perf_counter()
+                self._choose(Part(slot, run), logits, began)
+        except Exception as error:
+            self._fault(run, error)
 
-    def _round(self, slot: int, run: Sequence) -> None:
-        """The next token, one step past the last committed one; the first from the end that was kept of its prompt."""
+    def _round(self, turn: Turn) -> None:
+        """The next round of each run, in one step; the first token of one that began at its prompt's kept end."""
         began = time.perf_counter()
-        if not run.answer:
-            assert run.end is not None  # a prompt that is read here has its first token chosen in the same step
-            self._propose(run, run.end, began)
-            return
-        logits = self._forward(slot, run.answer[-1:], run.prompt + len(run.answer) - 1, self._threads.count)
-        self._threads.took(time.perf_counter() - began)
-        self._propose(run, logits, began)
+        drafts = self._drafts(turn)
+        parts = [Part(slot, run, draft) for (slot, run), draft in zip(turn, drafts, strict=True)]
+        for part in (part for part in parts if not part.run.answer):
+            assert part.run.end is not None  # a prompt that is read here has its first token chosen in the same step
+            self._taken(part, part.run.end[None], began)
+        self._verify([part for part in parts if part.run.answer], began)
 
-    def _forward(self, slot: int, tokens: list[int], start: int, threads: int) -> sampling.Logits:
-        """Float32 logits ``[vocab]`` of the last of ``tokens``, on the host: copying them waits for the device."""
-        loaded = self._loaded
+    def _drafts(self, turn: Turn) -> list[Draft]:
+        """What is drafted. A drafter that fails ends no run: from then on nobody drafts."""
+        try:
+            return self._drafting.drafts(turn)
+        except Exception as error:
+            complain(f"no more drafts: {type(error).__name__}")
+            self._drafting.stop()
+            return [NOTHING] * len(turn)
+
+    def _verify(self, parts: list[Part], began: float) -> None:
+        """One forward pass for all ``parts``. Where it fails each is tried alone, so that only the faulty run ends."""
+        if not parts:
+            return
+        try:
+            rows = [part.rows(self._loaded.caches[part.slot]) for part in parts]
+            logits = self._forward(rows, self._threads.count)
+        except Exception as error:
+            if len(parts) == 1:
+                self._fault(parts[0].run, error)
+            for part in parts if len(parts) > 1 else ():
+                self._verify([part], time.perf_counter())
+            return
+        count = len(logits)
+        self._threads.took((time.perf_counter() - began) / self._drafting.dearer(count))
+        self._drafting.took(count, _ms_since(began))
+        first = 0
+        for part, part_rows in zip(parts, rows, strict=True):
+            self._taken(part, logits[first : first + part_rows.wanted], began, len(parts))
+            first += part_rows.wanted
+
+    def _taken(self, part: Part, logits: sampling.Logits, began: float, shared: int = 1) -> None:
+        try:
+            self._choose(part, logits, began, shared)
+        except Exception as error:
+            self._fault(part.run, error)
+
+    def _choose(self, part: Part, logits: sampling.Logits, began: float, shared: int = 1) -> None:
+        """What a run takes of a step that so many runs ``shared``; the rows it took stay."""
+        run, draft = part.run, part.draft
+        path = walk(run, logits, draft, self._before)
+        if run.answer:
+            self._loaded.caches[part.slot].keep(part.start, path)
+        self._drafting.came(draft, run.written)
+        ending = "stop" if run.finished else ""
+        run.close(_ms_since(began), ending, drafted=len(draft), accepted=len(path) - 1, shared=shared)
+
+    def _before(self, run: Sequence) -> None:
+        """Where a test makes the choice of a token fail."""
+        self._suffer(self._failpoints.harm("token", [run.position + 1]))
+
+    def _forward(self, parts: list[Rows], threads: int) -> sampling.Logits:
+        """Float32 logits ``[wanted, vocab]`` of all ``parts``, on the host: copying them waits for the device."""
         if threads != self._using:
-            torch.set_num_threads(threads)
+            self._loaded.model.use(threads)
             self._using = threads
-        rows = Rows(loaded.caches[slot], tokens, start)
-        logits: sampling.Logits = loaded.model.forward([rows])[-1].float().cpu().numpy()
+        logits: sampling.Logits = self._loaded.model.forward(parts).float().cpu().numpy()
         return logits
 
-    def _propose(self, run: Sequence, raw: sampling.Logits, began: float) -> None:
-        """The token the logits choose, with its log-probability where the run asks for that, as the next round.
-
-        Where the thinking must be closed it is the forced one instead, whatever the logits say; the alternatives beside
-        it are those of any token there.
-        """
-        start, position = run.start, len(run.answer)
-        self._suffer(self._failpoints.harm("token", [position + 1]))
-        if run.finished:  # the grammar allows nothing at all, as an empty pattern does
-            run.propose([], _ms_since(began), ending="stop")
-            return
-        adjusted, token = run.adjusted(raw), run.forced
-        if token is None:
-            token = sampling.choose(adjusted, start.sampling, start.choice, position)
-        else:
-            sampling.highest(raw)  # a forward pass that went wrong is a fault here too
-        asked = start.logprobs >= 0
-        logprobs = [token_logprob(raw, adjusted, token, start.logprobs)] if asked else []
-        run.propose([token], _ms_since(began), logprobs=logprobs)
-
     def _measure(self, message: Measure) -> Memory:
-        """Read the memory. The workspace is that of the last step of a prefill of so many rows, which takes most."""
+        """Read the memory: see ``memory`` for what each number counts."""
         loaded, ready = self._loaded, self._loaded.ready
-        rows = max(1, min(message.rows, loaded.window))
-        step = min(rows, loaded.steps.at(rows - 1))
+        rows, steps = max(1, min(message.rows, loaded.window)), loaded.steps
         return Memory(
             message.epoch,
             message.run,
-            allocated=ready.weights_bytes + ready.kv_bytes,
+            allocated=ready.weights_bytes + ready.kv_bytes + self._keeper.nbytes,
             reserved=memory.reserved(loaded.device),
             peak=memory.high_water(loaded.device),
-            workspace=loaded.model.workspace(step, rows - step),
+            workspace=memory.of_prefill(rows, steps.grid, steps.at, loaded.model.workspace),
         )
 
     def _suffer(self, harm: str) -> None:
@@ -165,6 +206,13 @@ class Engine:
             raise FailpointFault
         if harm == "silent":
             stand_still()
+
+
+def drafting_for(config: Config, loaded: Loaded, most: int) -> Drafting:
+    """Who drafts with these settings: nobody where several rows are not what each is alone, or where that is off."""
+    learned = config.draft_shape == "learned"
+    shapes = Shapes(loaded.costs, learned) if config.speculate and most > 1 else None
+    return Drafting(shapes, most, drafters(loaded.model, loaded.caches, learned), config.parallel_cut == "share")
 
 
 def _ms_since(began: float) -> float:

@@ -1,10 +1,11 @@
-"""The ``tandem`` command: ``serve``, ``replay`` and ``table``."""
+"""The ``tandem`` command: ``serve``, ``doctor``, ``replay`` and ``table``."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,17 @@ def replay(trace: Path, journal: bool) -> None:
         )
         sys.exit(1)
     click.echo(f"{report.events} events, {report.recorded} rows: the same.{where}")
+
+
+@main.command()
+@click.option("--model", default="", help="GGUF file or safetensors folder; default: the embedded model.")
+def doctor(model: str) -> None:
+    """Say what this machine has for a model, and how steps will be computed."""
+    path = Path(model) if model else embedded_model()
+    command = [sys.executable, "-m", "engine.doctor", *([str(path)] if path else [])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # torch stays out of this process
+    click.echo(done.stdout, nl=False)
+    sys.exit(done.returncode)
 
 
 @main.command()

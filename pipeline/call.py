@@ -50,6 +50,7 @@ class Call:
         self.judged: Judged | None = None
         self.checked: ev.Checked | None = None
         self.prompts: list[list[int]] = []
+        self.blocks: list[list[bytes]] = []  # of a head: each prompt's whole blocks as hashes
         self.pieces: list[bytes] = []  # the bytes of each token id
         self.run: Run | None = None
         self.runs: list[Run] = []  # of a head: one for each prompt, where they are not all as ``run``
@@ -68,6 +69,11 @@ class Call:
     def tokens(self) -> list[int]:
         """Its prompt."""
         return self.head.prompts[self.index]
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """Its prompt's whole blocks, salted."""
+        return self.head.blocks[self.index] if self.head.blocks else []
 
     @property
     def choices(self) -> int:
@@ -131,7 +137,8 @@ class Call:
         entries = self.logprobs.add(message.ids, message.logprobs, piece) if self.logprobs else []
         return ev.Progress(
             self.request, message.epoch, message.run, piece.n, self.keep(piece.parts, entries), piece.characters,
-            piece.stopped, piece.keep, message.ms, **self._told(piece, counters),
+            piece.stopped, piece.keep, message.ms, drafted=message.drafted, accepted=message.accepted,
+            shared=message.shared, **self._told(piece, counters),
         )  # fmt: skip
 
     def read_end(self, ended: ev.RunEnded, counters: dict[str, int]) -> ev.RunEnded:

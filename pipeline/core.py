@@ -17,7 +17,7 @@ from pipeline.engine_life import EngineLife
 from pipeline.firing import root
 from pipeline.journal import Step
 from pipeline.outcomes import finish_word
-from pipeline.request import Memory, Request, due
+from pipeline.request import Drafts, Memory, Request, due
 from pipeline.settings import Policy
 from pipeline.states import EngineState, RequestState, Trigger
 from pipeline.table import ENDED
@@ -48,6 +48,8 @@ class Core(EngineLife):
             ev.ChunkDone: self._chunk_done,
             ev.RunEnded: self._run_ended,
             ev.RunDeclined: self._run_declined,
+            ev.Resident: self._resident,
+            ev.OwnWork: self._own_work,
             ev.Tick: self._tick,
             ev.Draining: self._draining,
             ev.Shutdown: self._shutdown,
@@ -135,7 +137,7 @@ class Core(EngineLife):
         if request is None:
             return
         request.prompt_tokens, request.code, request.param = event.prompt_tokens, event.code, event.param
-        request.prompts, request.longest = event.prompts, event.longest
+        request.prompts, request.longest, request.hashes = event.prompts, event.longest, event.hashes
         if self._fire(request, Trigger.enqueue, now).dest is not RequestState.queued:
             return
         request.queued_at = now
@@ -157,7 +159,7 @@ class Core(EngineLife):
             return
         self._fire(request, Trigger.gate, now)
         policy = self.policy
-        room = engine.window - request.prompt_tokens
+        room = self._windows()[request.slot] - request.prompt_tokens
         request.max_tokens = min(request.asked_tokens or policy.default_max_tokens, room)
         request.prefill_at = now
         heartbeat = policy.prefill_heartbeat_s
@@ -178,7 +180,8 @@ class Core(EngineLife):
     def _resumed(self, event: ev.RunResumed, now: float) -> None:
         request = self._running(event.run) if self._hear(event.epoch, now) is not None else None
         if request is not None and request.choice == 0:  # later choices take the prompt this one has read
-            request.cached_tokens = event.rows
+            request.cached_tokens = request.rows_done = event.rows
+            request.source = event.source if event.rows else ""
 
     def _chunk_done(self, event: ev.ChunkDone, now: float) -> None:
         engine = self._hear(event.epoch, now)
@@ -202,6 +205,8 @@ class Core(EngineLife):
         if request is None or request.choice_over:
             return
         request.last_token_at = now
+        self.memory.joint_rounds += event.shared > 1
+        self._drafted(request, event)
         self._said(request, event, now)
         if not event.stopped:
             self._effects.append(do.Acknowledge(event.epoch, event.run, event.n))
@@ -213,6 +218,17 @@ class Core(EngineLife):
         else:
             self._leave_slot(request, now, event.keep)
             self._fire(request, Trigger.end, now)
+
+    def _drafted(self, request: Request, event: ev.Progress | ev.RunEnded) -> None:
+        """Count a round; at the run's end its own totals stand, where the engine gives them."""
+        at = request.choice
+        before = request.choice_drafts[at] if at < len(request.choice_drafts) else Drafts()
+        if isinstance(event, ev.Progress):
+            drafted, accepted = before.drafted + event.drafted, before.accepted + event.accepted
+            counted = Drafts(before.rounds + 1, drafted, accepted)
+        else:
+            counted = Drafts(event.rounds, event.drafted, event.accepted) if event.rounds else before
+        request.choice_drafts = [*request.choice_drafts[:at], counted]
 
     def _said(self, request: Request, event: ev.Progress | ev.RunEnded, now: float) -> None:
         """Facts of what a choice says so far, what is new of them as rows, then the text itself."""
@@ -291,6 +307,7 @@ class Core(EngineLife):
             return
         if not request.choice_over:
             request.end_reason = event.reason
+            self._drafted(request, event)
             self._said(request, event, now)
         if not more:
             self._fire(request, Trigger.end, now)

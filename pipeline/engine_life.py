@@ -10,7 +10,7 @@ from math import inf
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.firing import FAILURE_WINDOW_S
-from pipeline.request import Engine, Request, due
+from pipeline.request import Engine, Held, Request, due
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
 from pipeline.table import ENDED
 from pipeline.waiting import Waiting
@@ -56,6 +56,20 @@ class EngineLife(Waiting):
         self._effects.append(do.Log(f"[engine] ready in {event.load_s:.1f} s"))
         self._offer_waiting(now)
 
+    def _resident(self, event: ev.Resident, now: float) -> None:
+        """The engine's newest word on a place stands."""
+        if self._hear(event.epoch, now) is None:
+            return
+        others = [held for held in self.memory.residents if (held.where, held.slot) != (event.where, event.slot)]
+        held = Held(where=event.where, slot=event.slot, rows=event.rows, hashes=event.hashes, nbytes=event.nbytes)
+        self.memory.residents = [*others, held] if event.rows else others
+
+    def _own_work(self, event: ev.OwnWork, now: float) -> None:
+        engine = self._hear(event.epoch, now)
+        if engine is not None:
+            others = [what for what in engine.own_work if what != event.what]
+            engine.own_work = [*others, event.what] if event.begun else others
+
     def _died(self, event: ev.EngineDied, now: float) -> None:
         engine = self.memory.engine
         if event.epoch != engine.epoch or engine.state in (EngineState.lost, EngineState.failed):
@@ -81,6 +95,7 @@ class EngineLife(Waiting):
         """The process is gone: slots are free, it starts again, and every live request is told."""
         memory = self.memory
         memory.engine.silent_at = None
+        memory.engine.own_work, memory.residents = [], []
         for slot in memory.slots:
             self._fire(slot, Trigger.epoch, now)
         self._restart(now)

@@ -63,6 +63,7 @@ class Prepared(_Event, frozen=True):
     """The prompt is rendered and tokenised. ``code``: a word of the error table when it could not be.
 
     Of a list ``prompts`` counts all, ``longest`` is the longest one's tokens; this request is the first of them.
+    ``hashes``: of its whole blocks, salted (``stages/hashes.py``).
     """
 
     request: int
@@ -71,6 +72,7 @@ class Prepared(_Event, frozen=True):
     param: str = ""
     prompts: int = 1
     longest: int = 0
+    hashes: list[bytes] = []
 
 
 class Progress(_Event, frozen=True):
@@ -81,7 +83,8 @@ class Progress(_Event, frozen=True):
 
     All counts are of the run's choice. ``reasoning``: answer tokens that are thinking; ``closed``: why it ended, at
     token ``closed_at``, said in the round it ended in; calls sent so far and those of them that are whole;
-    ``open_call``: the text stands inside one.
+    ``open_call``: the text stands inside one. Of the round alone: ``drafted`` tokens were proposed, ``accepted`` taken;
+    so many runs ``shared`` its step.
     """
 
     request: int
@@ -99,6 +102,9 @@ class Progress(_Event, frozen=True):
     opened_calls: int = 0
     closed_calls: int = 0
     open_call: bool = False
+    drafted: int = 0
+    accepted: int = 0
+    shared: int = 1
 
 
 class HungUp(_Event, frozen=True):
@@ -179,8 +185,9 @@ class ChunkDone(_Event, frozen=True):
 class RunEnded(_Event, frozen=True):
     """The engine ended a run. ``handle``/``characters``: what the text stage still held back and now lets go.
 
-    ``n`` counts the answer tokens whose text was judged (the engine's ``generated`` may be one round more). The rest is
-    as in ``Progress``, at the end of the text.
+    ``n`` counts the answer tokens whose text was judged (the engine's ``generated`` may be one round more). ``rounds``,
+    ``drafted`` and ``accepted`` are the whole run's, 0 where the engine does not count. The rest is as in ``Progress``,
+    at the end of the text.
     """
 
     epoch: int
@@ -197,6 +204,9 @@ class RunEnded(_Event, frozen=True):
     opened_calls: int = 0
     closed_calls: int = 0
     open_call: bool = False
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 class RunDeclined(_Event, frozen=True):
@@ -205,6 +215,28 @@ class RunDeclined(_Event, frozen=True):
     epoch: int
     run: int
     reason: str
+
+
+class Resident(_Event, frozen=True):
+    """What a place of the engine holds now: ``where`` is slot, park or disk, ``slot`` which one of them.
+
+    ``hashes`` as in ``Prepared``; ``rows`` 0: nothing any more.
+    """
+
+    epoch: int
+    where: str
+    slot: int
+    rows: int
+    hashes: list[bytes] = []
+    nbytes: int = 0
+
+
+class OwnWork(_Event, frozen=True):
+    """Work of the engine's own has begun, or is over."""
+
+    epoch: int
+    what: str
+    begun: bool
 
 
 class Tick(_Event, frozen=True):
@@ -237,6 +269,8 @@ Event = (
     | ChunkDone
     | RunEnded
     | RunDeclined
+    | Resident
+    | OwnWork
     | Tick
     | Draining
     | Shutdown

@@ -5,6 +5,7 @@ Knows the records and their facts; which posted fact fires what is the business 
 
 from __future__ import annotations
 
+from engine.protocol import windows
 from pipeline import effects as do
 from pipeline import outcomes, summary
 from pipeline.effects import Effect
@@ -14,6 +15,7 @@ from pipeline.request import RECENT, Facts, Memory, Request, Slot
 from pipeline.settings import Policy
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
 from pipeline.table import BEFORE_SLOT, ENDED, Row
+from stages.slots import placed, rows_needed
 
 FAILURE_WINDOW_S = 60.0
 LINES = ("waiting_line", "prefill_line")
@@ -73,8 +75,7 @@ class Firing:
             before_queue=len({root(r) for r in before}),
             bodies=sum(r.body_bytes for r in before),
             waiting=len({root(memory.requests[id]) for id in memory.queue}),
-            position=self._position(record),
-            free_slots=sum(s.state is SlotState.free for s in memory.slots),
+            slot=self._next_slot(record) if isinstance(record, Request) else -1,
             engine=engine.state,
             window=engine.window,
             advancing=self._advancing(now),
@@ -93,6 +94,27 @@ class Firing:
         if record.state is RequestState.admitted:
             return 1
         return self.memory.queue.index(record.id) + 1 if record.id in self.memory.queue else 0
+
+    def _windows(self) -> list[int]:
+        """Rows of each slot."""
+        return windows(self.memory.engine.window, len(self.memory.slots), self.policy.side_max_len)
+
+    def _needs(self, request: Request) -> int:
+        """Rows it takes with its whole answer; 0 before its prompt is known."""
+        if not request.prompt_tokens:
+            return 0
+        asked, default = request.asked_tokens, self.policy.default_max_tokens
+        return rows_needed(request.prompt_tokens, asked, default, self.memory.engine.window)
+
+    def _next_slot(self, request: Request) -> int:
+        """The free slot that is its own once those in front have theirs, -1: none. Who is not queued stands last."""
+        memory, rows = self.memory, self._windows()
+        free = [(slot.id, rows[slot.id]) for slot in memory.slots if slot.state is SlotState.free]
+        if not free:
+            return -1
+        queue = memory.queue
+        front = queue[: queue.index(request.id)] if request.id in queue else queue
+        return placed([*(self._needs(memory.requests[id]) for id in front), self._needs(request)], free)[-1]
 
     def _limit(self) -> float:
         """Seconds without a message after which a working engine counts as silent."""
@@ -113,7 +135,7 @@ class Firing:
             self._left = [*self._left, root(request)]
             self._ran = [*self._ran, root(request)] if request.admitted_at is not None else self._ran
         memory.recent = [request, *memory.recent[: RECENT - 1]]
-        request.ended_at = now
+        request.ended_at, request.hashes = now, []
         if request.state is RequestState.abandoned:
             request.outcome = "abandoned"
             memory.counts.abandoned += 1

@@ -21,6 +21,7 @@ from pipeline.pools import Pool
 from pipeline.rules import Rulebook
 from stages.clients import format_for
 from stages.constraint import Constraint
+from stages.hashes import hashes
 from stages.judge import Judged, judge, structured
 from stages.prompt import Prompt, Renderer
 from stages.refusal import Refusal, masked
@@ -37,8 +38,8 @@ JUDGE_S = 60.0
 class Preparation:
     """The pools, and the renderer of the checkpoint once it is described."""
 
-    def __init__(self, book: Rulebook) -> None:
-        self._book, self._rules = book, book.rules
+    def __init__(self, book: Rulebook, salt: bytes) -> None:
+        self._book, self._rules, self._salt = book, book.rules, salt
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="prepare-large")
@@ -69,7 +70,8 @@ class Preparation:
         assert judged is not None and judged.request is not None and call.checked is not None
         renderer = await self.renderer()
         pool = self._large if call.checked.body_bytes > LARGE else self._pool
-        prompts = await self._loop.run_in_executor(pool, _rendered, renderer, judged, float(call.created))
+        arguments = (renderer, judged, float(call.created), self._salt)
+        prompts = await self._loop.run_in_executor(pool, _rendered, *arguments)
         if isinstance(prompts, Refusal):
             return ev.Prepared(call.request, 0, *_refused(call, prompts))
         grammar = await self._grammar(judged)
@@ -77,7 +79,7 @@ class Preparation:
             return ev.Prepared(call.request, len(prompts[0].tokens), *_refused(call, grammar))
         caller = self._caller(judged)
         call.pieces = renderer.pieces
-        call.prompts = [prompt.tokens for prompt in prompts]
+        call.prompts, call.blocks = [prompt.tokens for prompt in prompts], [prompt.hashes for prompt in prompts]
         call.runs = [
             run(judged.request, judged.thinking, state, grammar, self._rules, call.seed, caller)
             for state in (state_of(prompt.state, grammar is not None, renderer.thinks) for prompt in prompts)
@@ -85,7 +87,9 @@ class Preparation:
         call.run = call.runs[0]
         call.alternatives = call.run.alternatives
         longest = max(map(len, call.prompts))
-        return ev.Prepared(call.request, len(call.prompts[0]), prompts=len(prompts), longest=longest)
+        return ev.Prepared(
+            call.request, len(call.prompts[0]), prompts=len(prompts), longest=longest, hashes=call.hashes
+        )
 
     def _shows_lines(self, judged: Judged) -> bool:
         """Whether its waiting lines stand where the thinking does too (row Q6): never beside an answer of a form."""
@@ -130,8 +134,8 @@ class Preparation:
         await self._processes.close()
 
 
-def _rendered(renderer: Renderer, judged: Judged, wall: float) -> list[Prompt] | Refusal:
-    """Every prompt of the request; a fault in one of them refuses it."""
+def _rendered(renderer: Renderer, judged: Judged, wall: float, salt: bytes) -> list[Prompt] | Refusal:
+    """Every prompt of the request, with its hashes; a fault in one of them refuses it."""
     request = judged.request
     assert request is not None
     texts = [""] if isinstance(request, ChatRequest) else prompts_of(request)
@@ -142,7 +146,7 @@ def _rendered(renderer: Renderer, judged: Judged, wall: float) -> list[Prompt] |
         prompt = renderer.prompt(request, wall, judged.thinking, index)
         if isinstance(prompt, Refusal):
             return prompt
-        prompts.append(prompt)
+        prompts.append(msgspec.structs.replace(prompt, hashes=hashes(prompt.tokens, salt)))
     return prompts
 
 

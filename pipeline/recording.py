@@ -14,14 +14,14 @@ from pipeline.settings import Settings, policy
 from pipeline.trace import Header, Recorder
 
 
-def recorder(settings: Settings) -> Recorder | None:
-    """The recorder, None where no trace was asked for."""
+def recorder(settings: Settings, salt: bytes) -> Recorder | None:
+    """The recorder, None where no trace was asked for. The hashes' salt stands in a trace at level full alone."""
     if not settings.trace:
         return None
     header = Header(
         tandem=__version__, engine="scripted" if settings.script else "torch", torch=str(torch.__version__),
         level=settings.trace_level, wall=time.time(), recorded_by=settings.trace_note,
-        policy=policy(settings), settings=settings.public(),
+        policy=policy(settings), settings=settings.public(), salt=salt.hex() if settings.trace_level == "full" else "",
     )  # fmt: skip
     return Recorder(Path(settings.trace), header, int(settings.trace_rotate_mb * (1 << 20)))
 
@@ -29,6 +29,7 @@ def recorder(settings: Settings) -> Recorder | None:
 def capabilities(described: wire.Described | None, ready: wire.Ready) -> dict[str, Any]:
     """What the engine can do, for the header of a trace: no path, no name of a person's file."""
     about = {"safe_rows": ready.safe_rows, "device": ready.device, "threads": ready.threads}
+    about |= {"path": ready.path, "alike": ready.alike}
     if described is not None:
         about |= {"architecture": described.architecture, "window": described.window, "vocab": described.vocab}
     return about

@@ -22,6 +22,14 @@ Time = float | None
 """In a snapshot JSON has no ``inf``: None stands for it."""
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """How a choice was decoded: in so many rounds, with so many tokens proposed and so many of them taken."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Request(msgspec.Struct, kw_only=True):
     """One client request, from its first event to its end.
 
@@ -55,6 +63,8 @@ class Request(msgspec.Struct, kw_only=True):
     left_out: int = 0
     prompt_tokens: int = 0
     max_tokens: int = 0
+    hashes: list[bytes] = []
+    shared_rows: int = 0  # what the engine seemed to hold of it when it was admitted, by its hashes
     # of the run
     place: int = -1
     slot: int = -1
@@ -62,6 +72,7 @@ class Request(msgspec.Struct, kw_only=True):
     run: int = -1
     rows_done: int = 0
     cached_tokens: int = 0
+    source: str = ""  # where those came from
     choice: int = 0
     end_reason: str = ""
     choice_over: bool = False  # its text is complete, the engine has not let go yet
@@ -76,6 +87,7 @@ class Request(msgspec.Struct, kw_only=True):
     calls: int = 0
     choice_tokens: list[int] = []
     choice_reasoning: list[int] = []
+    choice_drafts: list[Drafts] = []
     # of the client
     opened: bool = False
     line: str = ""
@@ -90,6 +102,12 @@ class Request(msgspec.Struct, kw_only=True):
     last_token_at: Time = None
     ended_at: Time = None
     outcome: str = ""
+
+    @property
+    def drafts(self) -> Drafts:
+        """Over its choices."""
+        each = self.choice_drafts
+        return Drafts(sum(d.rounds for d in each), sum(d.drafted for d in each), sum(d.accepted for d in each))
 
 
 class Slot(msgspec.Struct, kw_only=True):
@@ -127,6 +145,17 @@ class Engine(msgspec.Struct, kw_only=True):
     allocated: int = 0
     reserved: int = 0
     peak: int = 0
+    own_work: list[str] = []
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What one place of the engine holds, by its own word: rows of one sequence, and its whole blocks as hashes."""
+
+    where: str
+    slot: int
+    rows: int
+    hashes: list[bytes] = []
+    nbytes: int = 0
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -147,6 +176,7 @@ class Memory(msgspec.Struct, kw_only=True):
     queue: list[int] = []
     slots: list[Slot] = []
     engine: Engine = msgspec.field(default_factory=Engine)
+    residents: list[Held] = []
     counts: Counts = msgspec.field(default_factory=Counts)
     draining: bool = False
     drain_until: Time = None
@@ -155,6 +185,8 @@ class Memory(msgspec.Struct, kw_only=True):
     next_place: int = 0
     steps: int = 0
     wake: Time = None
+    max_running: int = 0  # the most requests that had a slot at once
+    joint_rounds: int = 0  # rounds of answers whose step was another's too
 
 
 def due(time: Time) -> float:
@@ -166,6 +198,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What a guard may read besides its record: computed by the core before it fires.
 
     ``before_queue`` and ``waiting`` count a list of prompts once; ``inside``: it is a further prompt of such a list.
+    ``slot``: the free one that a request is next for, -1: it has to wait.
     """
 
     now: float = 0.0
@@ -174,8 +207,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     before_queue: int = 0
     bodies: int = 0
     waiting: int = 0
-    position: int = 0
-    free_slots: int = 0
+    slot: int = -1
     engine: EngineState = EngineState.ready
     window: int = 0
     advancing: bool = True

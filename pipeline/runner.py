@@ -20,7 +20,7 @@ import msgspec
 
 from engine import protocol as wire
 from engine.link import Died, EngineLink
-from pipeline import closing, view
+from pipeline import closing, data_dir, view
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.call import Call
@@ -32,7 +32,8 @@ from pipeline.pools import Raised
 from pipeline.prepare import Preparation
 from pipeline.recording import capabilities, recorder
 from pipeline.rules import rulebook
-from pipeline.settings import Settings, failpoints, policy
+from pipeline.settings import Settings, policy
+from pipeline.starting import engine_config
 from pipeline.summary import refused
 
 log = logging.getLogger("tandem")
@@ -60,8 +61,9 @@ class Runner:
         self._busy = self._closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._next = 1
-        self._preparation = Preparation(rulebook(settings, model))
-        self._recorder = recorder(settings)
+        salt = data_dir.salt(settings)
+        self._preparation = Preparation(rulebook(settings, model), salt)
+        self._recorder = recorder(settings, salt)
         self._tasks: set[asyncio.Future[Any]] = set()
         self._do: dict[type, Callable[[Any], None]] = {
             do.ReadBody: self._read_body,
@@ -253,7 +255,7 @@ class Runner:
         if call.head is call:
             self._spawn(self._prepare(call), call, "prompt")
         else:
-            self.post(ev.Prepared(call.request, len(call.tokens)))
+            self.post(ev.Prepared(call.request, len(call.tokens), hashes=call.hashes))
 
     def _spread(self, effect: do.Spread) -> None:
         """The other prompts of a body, each a request of its own with chance of its own."""
@@ -270,14 +272,8 @@ class Runner:
     # -- effects on the engine ---------------------------------------------------------------------------------------
 
     def _spawn_engine(self, effect: do.Spawn) -> None:
-        settings = self.settings
         self._runs.clear()
-        config = wire.Config(
-            epoch=effect.epoch, model=self.path, device=settings.device, threads=settings.threads,
-            max_len=settings.max_len, safe_rows=settings.safe_rows, prefix_chunk=settings.prefix_chunk,
-            script=settings.script, failpoints=failpoints(settings.failpoints),
-        )  # fmt: skip
-        self._link = EngineLink(config, self._from_thread)
+        self._link = EngineLink(engine_config(self.settings, effect.epoch, self.path), self._from_thread)
         self._link.start()
 
     def _kill_engine(self, effect: do.Kill) -> None:
@@ -307,7 +303,7 @@ class Runner:
             wire.Start(
                 effect.epoch, effect.run, effect.slot, call.tokens, run.sampling, effect.max_tokens,
                 run.ending.all_ids(self.described.end_ids), effect.choice, run.ending.min_tokens, run.alternatives,
-                run.thinking, run.grammar, effect.more,
+                run.thinking, run.grammar, effect.more, call.hashes,
             )
         )  # fmt: skip
 
@@ -331,6 +327,10 @@ class Runner:
             case wire.Declined():
                 self._runs.pop(message.run, None)
                 self.post(ev.RunDeclined(message.epoch, message.run, message.reason))
+            case wire.Resident():
+                self.post(ev.Resident(*msgspec.structs.astuple(message)))
+            case wire.OwnWork():
+                self.post(ev.OwnWork(message.epoch, message.what, message.begun))
             case wire.Memory():
                 self.post(ev.MemoryRead(*msgspec.structs.astuple(message)))
             case wire.Loading():
@@ -391,7 +391,8 @@ class Runner:
     def _ended(self, message: wire.Ended) -> None:
         call = self._runs.pop(message.run, None)
         fact = ev.RunEnded(
-            message.epoch, message.run, message.reason, message.kept, message.generated, why=message.why
+            message.epoch, message.run, message.reason, message.kept, message.generated, why=message.why,
+            rounds=message.rounds, drafted=message.drafted, accepted=message.accepted,
         )  # fmt: skip
         if call is not None and call.text is not None and message.reason in ("stop", "length"):
             try:

@@ -17,6 +17,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str = ""
     device: str = "auto"
     threads: int = 0
+    speculate: str = "on"
+    draft_shape: str = "learned"
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: tuple[str, ...] = ()
@@ -24,6 +26,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_no_key: bool = False
     cors_origin: tuple[str, ...] = ()
     allowed_host: tuple[str, ...] = ()
+    data_dir: str = ""
     trace: str = ""
     trace_level: str = "facts"
     strict_model: bool = False
@@ -46,12 +49,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prefix_chunk: int = 1_024
     safe_rows: int = 0
     prefill_heartbeat_s: float = 5.0
+    disk_cache_gb: float = 0.0
     max_queue: int = 8
     queue_timeout: float = 240.0
     request_timeout: float = 3_600.0
     max_len: int = 0
     drain_timeout: float = 60.0
     max_live: int = 64
+    parallel: int = 1
+    side_max_len: int = 65_536
+    parallel_cut: str = "share"
     conductor: str = "on"
     client_reasoning: str = "*=reasoning_content,hermes=tags"
     progress_lines: str = "none"
@@ -60,6 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     quiet_s: float = 30.0
     give_up_s: float = 60.0
     retry_failed_s: float = 30.0
+    park_gb: float = -1.0
     trace_rotate_mb: float = 64.0
     trace_note: str = ""
     script: str = ""
@@ -67,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def public(self) -> dict[str, Any]:
         """The settings as plain values, without keys or paths: for the trace's header and the Dev view."""
-        hidden = ("api_key", "api_key_file", "trace", "script", "model", "chat_template")
+        hidden = ("api_key", "api_key_file", "trace", "script", "model", "chat_template", "data_dir")
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return {name: value for name, value in plain.items() if name not in hidden}
 
@@ -76,6 +84,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The settings the core decides by: all act on facts. Times in seconds, sizes in bytes, lengths in tokens."""
 
     slots: int = 1
+    side_max_len: int = 65_536
     max_queue: int = 8
     max_live: int = 64
     bodies: int = 1_024 << 20
@@ -93,6 +102,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 def policy(settings: Settings) -> Policy:
     """The part of the settings the core decides by."""
     return Policy(
+        slots=settings.parallel,
+        side_max_len=settings.side_max_len,
         max_queue=settings.max_queue,
         max_live=settings.max_live,
         bodies=settings.bodies_mb << 20,
@@ -125,6 +136,8 @@ FLAGS: tuple[Flag, ...] = (
     Flag("chat_template", "D1", "Jinja file to use in place of the checkpoint's own chat template."),
     Flag("device", "N3", "Where the model runs.", ("auto", "cpu", "cuda")),
     Flag("threads", "N5", "CPU threads of the engine; 0: all cores.", low=0),
+    Flag("speculate", "F8", "Draft tokens and verify several in one step; the text is the same.", ("on", "off")),
+    Flag("draft_shape", "K4", "How long drafts are: learned from what rounds cost, or fixed.", ("learned", "fixed")),
     Flag("host", "P4", "Address to bind."),
     Flag("port", "P4", "Port to bind; 0: any free one.", low=0, high=65_535),
     Flag("api_key", "P4", "Key a client must send; may be given several times."),
@@ -132,6 +145,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("allow_no_key", "P4", "Bind beyond loopback without a key."),
     Flag("cors_origin", "A11", "Origin of a web page that may call the server; may be given several times."),
     Flag("allowed_host", "P5", "Host name the server answers to besides localhost; may be given several times."),
+    Flag("data_dir", "P2", "Folder for what outlives the server; default: the user's data folder."),
     Flag("trace", "R5", "Folder to record traces in."),
     Flag("trace_level", "R5", "facts: counts, kinds, indices; full: bodies and tokens too.", ("facts", "full")),
     Flag("strict_model", "A9", "404 for a model name that is not the served one."),
@@ -154,12 +168,16 @@ FLAGS: tuple[Flag, ...] = (
     Flag("prefix_chunk", "G1", "The prefill grid (rows).", low=1),
     Flag("safe_rows", "G1", "Rows a prefill step; 0: chosen so that a step takes at most 0.5 s.", low=0),
     Flag("prefill_heartbeat_s", "G3", "Age of a prefill before its lines start (s); 0: never.", low=0),
+    Flag("disk_cache_gb", "G2", "Prompts' prefixes kept in files across restarts (GB); 0: none.", low=0),
     Flag("max_queue", "I1", "Requests that may wait for a slot.", low=0),
     Flag("queue_timeout", "I2", "Longest wait of a request without a stream (s).", low=0.001),
     Flag("request_timeout", "I3", "Longest run, and longest wait of a stream (s); 0: none.", low=0),
     Flag("max_len", "I4", "Window (rows); 0: the checkpoint's, cut to memory.", low=0),
     Flag("drain_timeout", "I5", "Time for those inside when the server is stopped (s).", low=0),
     Flag("max_live", "I9", "Requests before the queue.", low=1),
+    Flag("parallel", "M1", "Requests that run at once: slot 0 and so many side slots less one.", low=1, high=64),
+    Flag("side_max_len", "M1", "Window of a side slot (rows), at most that of slot 0.", low=1),
+    Flag("parallel_cut", "M6", "Drafts of a joint step: an equal share each, or where it pays.", ("share", "joint")),
     Flag("conductor", "Q1", "off: prompt and answer as sent, token for token.", ("on", "off")),
     Flag("client_reasoning", "Q2", "Where thinking goes, by kind of client: KIND=FORMAT,…"),
     Flag("progress_lines", "Q6", "Kinds of client that see waiting lines as thinking: KIND,…"),
@@ -167,6 +185,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("quiet_s", "L9", "No message for so long: the engine is silent (s).", low=0.01, hidden=True),
     Flag("give_up_s", "L9", "Silent for so long: the engine is lost (s).", low=0.01, hidden=True),
     Flag("retry_failed_s", "I11", "A failed engine is tried again at most so often (s).", low=0.01, hidden=True),
+    Flag("park_gb", "G2", "Memory for conversations put aside (GB); -1: from what is free.", low=-1, hidden=True),
     Flag("trace_rotate_mb", "R5", "A trace file's size before the next begins (MB).", low=0.001, hidden=True),
     Flag("trace_note", "R5", "Goes into the trace's header: what records it again.", hidden=True),
     Flag("script", "R4", "Answers for the scripted engine (JSON file).", hidden=True),

@@ -30,6 +30,8 @@ def finish(request: Request, outcome: Outcome, now: float) -> Finish:
         completion_tokens=request.completion_tokens,
         cached_tokens=request.cached_tokens,
         reasoning_tokens=request.reasoning_tokens,
+        drafted=request.drafts.drafted,
+        accepted=request.drafts.accepted,
         queue_ms=_ms(request.received_at, request.admitted_at if request.admitted_at is not None else now),
         prompt_ms=_ms(request.prefill_at, request.first_token_at if request.first_token_at is not None else now),
         predicted_ms=_ms(request.first_token_at, request.last_token_at),
@@ -59,6 +61,8 @@ def join(ends: list[Finish]) -> Finish:
         completion_tokens=sum(end.completion_tokens for end in ends),
         cached_tokens=sum(end.cached_tokens for end in ends),
         reasoning_tokens=sum(end.reasoning_tokens for end in ends),
+        drafted=sum(end.drafted for end in ends),
+        accepted=sum(end.accepted for end in ends),
         queue_ms=first.queue_ms,
         prompt_ms=sum(end.prompt_ms for end in ends),
         predicted_ms=sum(end.predicted_ms for end in ends),
@@ -82,6 +86,11 @@ def log_line(request: Request, now: float) -> str:
         f"tok/s={rate(request):.1f} queue_ms={_ms(request.received_at, request.admitted_at):.0f} "
         f"cached={request.cached_tokens} reasoning={request.reasoning_tokens} tools={request.calls}"
     )
+    if request.source:
+        line += f" from={request.source}"
+    drafts = request.drafts
+    if drafts.drafted:
+        line += f" rounds={drafts.rounds} drafted={drafts.drafted} accept={drafts.accepted / drafts.drafted:.2f}"
     if request.choices > 1:
         line += f" choices={request.choices}"
     if request.served_by >= 0:

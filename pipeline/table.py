@@ -64,7 +64,7 @@ def bodies_full(_request: Request, facts: Facts) -> bool:
 
 def queue_full(_request: Request, facts: Facts) -> bool:
     """As many requests wait as may, and no slot is free for one more."""
-    full = facts.waiting >= facts.max_queue and not (facts.waiting == 0 and facts.free_slots > 0)
+    full = facts.waiting >= facts.max_queue and facts.slot < 0
     return full and not facts.inside
 
 
@@ -109,8 +109,8 @@ def bad_schema(request: Request, _facts: Facts) -> bool:
 
 
 def has_slot(_request: Request, facts: Facts) -> bool:
-    """The engine is ready, a slot is free, and nobody waits in front."""
-    return facts.engine is EngineState.ready and facts.free_slots > 0 and facts.position == 1
+    """The engine is ready, and a slot it fits in is free that nobody in front is to have."""
+    return facts.engine is EngineState.ready and facts.slot >= 0
 
 
 def line_due(request: Request, facts: Facts) -> bool:

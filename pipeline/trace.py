@@ -35,7 +35,10 @@ log = logging.getLogger("tandem")
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """The first line. ``recorded_by`` names the script that records it again; ``history`` is the estimator's."""
+    """The first line. ``recorded_by`` names the script that records it again; ``history`` is the estimator's.
+
+    ``salt``: the hashes' in hex, at level full alone.
+    """
 
     version: int = VERSION
     tandem: str
@@ -49,6 +52,7 @@ class Header(msgspec.Struct, kw_only=True):
     settings: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
     history: list[Any] = []
+    salt: str = ""
     snapshot: Memory | None = None
 
 

@@ -36,6 +36,10 @@ def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]
         "prompt_tokens": request.prompt_tokens,
         "done": request.rows_done,
         "total": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens,
+        "source": request.source,
+        "shared_rows": request.shared_rows,
+        "drafts": msgspec.to_builtins(request.drafts),
         "completion_tokens": request.completion_tokens,
         "reasoning_tokens": request.reasoning_tokens,
         "closed": request.closed,
@@ -45,6 +49,7 @@ def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]
         "parent": request.parent,
         "max_tokens": request.max_tokens,
         "position": position,
+        "slot": request.served_by,
         "line": request.line,
         "tokens_s": rate(request),
         "history": request.history,
@@ -63,6 +68,31 @@ def counts(memory: Memory) -> dict[str, int]:
         "waiting": sum(state in WAITS for state in states),
         "running": sum(state in RUNS for state in states),
         **msgspec.to_builtins(memory.counts),
+    }
+
+
+def cache(memory: Memory) -> dict[str, Any]:
+    """What the engine holds between requests, by its own word: rows of each slot; park and disk as sums."""
+
+    def stored(where: str) -> dict[str, int]:
+        held = [held for held in memory.residents if held.where == where]
+        return {"entries": len(held), "rows": sum(h.rows for h in held), "bytes": sum(h.nbytes for h in held)}
+
+    rows = {held.slot: held.rows for held in memory.residents if held.where == "slot"}
+    return {
+        "slots": [{"slot": slot.id, "rows": rows.get(slot.id, 0)} for slot in memory.slots],
+        "park": stored("park"),
+        "disk": stored("disk"),
+    }
+
+
+def parallel(memory: Memory) -> dict[str, int]:
+    """Requests that run beside one another: now, the most so far, and how many rounds of answers shared their step."""
+    return {
+        "slots": len(memory.slots),
+        "running": counts(memory)["running"],
+        "max_running": memory.max_running,
+        "joint_rounds": memory.joint_rounds,
     }
 
 
@@ -86,6 +116,10 @@ def view(runner: Runner) -> dict[str, Any]:
             "allocated": engine.allocated,
             "history": engine.history,
             "device": ready.device if ready else "",
+            "path": ready.path if ready else "",
+            "alike": ready.alike if ready else 0,
+            "state_bytes": ready.state_bytes if ready else 0,
+            "own_work": engine.own_work,
             "threads": ready.threads if ready else 0,
             "file_bytes": ready.file_bytes if ready else 0,
             "weights_bytes": ready.weights_bytes if ready else 0,
@@ -104,6 +138,8 @@ def view(runner: Runner) -> dict[str, Any]:
             }
             for s in memory.slots
         ],
+        "parallel": parallel(memory),
+        "cache": cache(memory),
         "queue": list(memory.queue),
         "requests": [request_view(r, memory, now) for r in memory.requests.values()],
         "recent": [request_view(r, memory, now) for r in memory.recent],

@@ -14,6 +14,7 @@ from pipeline.firing import Firing, is_member, root
 from pipeline.request import Request
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
 from pipeline.table import BEFORE_SLOT
+from stages.shared import shared
 from stages.wait import next_line_at, waiting_line
 
 WAITS = (RequestState.queued, RequestState.admitted)
@@ -75,34 +76,42 @@ class Waiting(Firing):
 
     def _offer(self, request: Request, now: float) -> bool:
         """Offer a queued request a slot; True when it was admitted."""
+        memory, policy = self.memory, self.policy
+        at = self._next_slot(request)
         if self._fire(request, Trigger.offer, now).dest is not RequestState.admitted:
             return False
-        memory, policy = self.memory, self.policy
         memory.queue.remove(request.id)
-        slot = next(s for s in memory.slots if s.state is SlotState.free)
+        slot = memory.slots[at]
         slot.request, slot.run, slot.started = request.id, memory.next_run, False
         request.served_by = slot.id
         request.slot, request.run, memory.next_run = slot.id, memory.next_run, memory.next_run + 1
+        memory.max_running = max(memory.max_running, sum(r.slot >= 0 for r in memory.requests.values()))
         request.admitted_at = now
+        request.shared_rows = max((shared(request.hashes, held.hashes) for held in memory.residents), default=0)
         request.deadline_at = now + policy.request_timeout if policy.request_timeout else None
         for sibling in self._siblings(request):
             if sibling.state in BEFORE_SLOT:
                 sibling.deadline_at = None
         memory.engine.heard_at = max(memory.engine.heard_at, now)
         self._fire(slot, Trigger.take, now)
+        if policy.slots > 1:
+            why = "it is busy" if slot.id else "it is free"
+            self._effects.append(do.Log(f"[parallel] {request.name} slot={slot.id} slot 0: {why}"))
         self._effects.append(do.Measure(memory.engine.epoch, request.run, request.prompt_tokens))
         return True
 
     def _offer_waiting(self, now: float) -> None:
-        """Offer free slots to those in front, in order."""
+        """Offer free slots to those they are for, in order."""
         self._settle(now)
         memory = self.memory
-        while (
-            memory.queue
-            and memory.engine.state is EngineState.ready
-            and any(s.state is SlotState.free for s in memory.slots)
-        ):
-            self._offer(memory.requests[memory.queue[0]], now)
+        if memory.engine.state is not EngineState.ready:
+            return
+        for id in list(memory.queue):
+            if not any(slot.state is SlotState.free for slot in memory.slots):
+                return
+            request = memory.requests[id]
+            if self._next_slot(request) >= 0:
+                self._offer(request, now)
 
     def _waiting_line(self, request: Request, now: float) -> None:
         waited = now - request.received_at

@@ -44,10 +44,14 @@ UNSAID = Thinking()
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids, at least one. ``state`` of the thinking at their end: as ``engine/protocol.py: Thinking`` has it."""
+    """Token ids, at least one. ``state`` of the thinking at their end: as ``engine/protocol.py: Thinking`` has it.
+
+    ``hashes``: of its whole blocks, where they were asked for (``stages/hashes.py``).
+    """
 
     tokens: list[int]
     state: str
+    hashes: list[bytes] = []
 
 
 class _Text(msgspec.Struct, frozen=True):

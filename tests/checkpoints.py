@@ -16,6 +16,7 @@ from engine.models import registry
 from engine.models.batch import Rows
 from engine.models.cache import Cache
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.folder import canonical
 
 SPECIAL = ["<|start|>", "<|im_end|>", "<|pad|>"]
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -34,10 +35,12 @@ def blocks(kind: str, rows: int, cols: int, seed: int = 0, size: float = 0.02) -
     return data.reshape(rows, -1)
 
 
-def build(checkpoint: Checkpoint, *, exact: bool = False, rows: int = 0, threads: int = 1) -> registry.Model:
-    """On the CPU, on one thread: two would wait for each other when tests run beside other work."""
-    device = torch.device("cpu")
-    return registry.build(checkpoint, device=device, threads=threads, rows=rows, progress=lambda *_: None, exact=exact)
+def build(
+    checkpoint: Checkpoint, *, exact: bool = False, rows: int = 0, threads: int = 1, device: str = "cpu"
+) -> registry.Model:
+    """On one thread: two would wait for each other when tests run beside other work."""
+    on = torch.device(device)
+    return registry.build(checkpoint, device=on, threads=threads, rows=rows, progress=lambda *_: None, exact=exact)
 
 
 def alone(model: registry.Model, tokens: Tensor, cache: Cache, start: int, *, all_rows: bool = False) -> Tensor:
@@ -63,6 +66,7 @@ SHAPES = {
     "ffn_down": ("hidden", "ff"),
 }
 SIZES = {"vocab": 320, "hidden": 256, "wide": 256, "narrow": 128, "ff": 512}
+EPS = "attention.layer_norm_rms_epsilon"
 META: dict[str, Any] = {
     "block_count": 2,
     "context_length": 128,
@@ -82,20 +86,8 @@ def write_gguf(
     arch: str = "llama",
 ) -> Path:
     """A llama of two layers. ``kinds``: part → ggml type, "" for all others. ``extra``, ``tensors``: more of them."""
-    writer = GGUFWriter(path, arch)
-    for key, value in META.items():
-        writer.add_uint32(f"{arch}.{key}", value)
-    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*byte_vocabulary(SIZES["vocab"] - 1), "ab"])
-    writer.add_token_types([3 if i < len(SPECIAL) else 1 for i in range(SIZES["vocab"])])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(1)
-    for key, value in (extra or {}).items():
-        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](key, value)  # type: ignore[operator]
+    sizes = {f"{arch}.{key}": value for key, value in META.items()}
+    writer = gguf_begun(path, arch, SIZES["vocab"], sizes | {f"{arch}.{EPS}": 1e-5} | (extra or {}))
     for layer in range(META["block_count"]):
         for part in (p for p in SHAPES if p != "token_embd"):
             _add(writer, f"blk.{layer}.{part}.weight", part, kinds, layer)
@@ -105,6 +97,61 @@ def write_gguf(
     writer.add_tensor("output_norm.weight", np.full(SIZES["hidden"], 0.9, np.float32))
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
+    return gguf_ended(writer, path)
+
+
+def gguf_of(path: Path, arch: str, theirs: Any, *, neighbours: bool = False, **extra: Any) -> Path:
+    """The float32 weights of one of transformers' models. ``neighbours``: q and k as llama's converter puts them.
+
+    ``extra``: further keys of the architecture, ``__`` for a dot.
+    """
+    config = theirs.config
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": theirs.model.layers[0].self_attn.head_dim,
+        "attention.value_length": theirs.model.layers[0].self_attn.head_dim,
+        EPS: config.rms_norm_eps,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+    sizes |= {key.replace("__", "."): value for key, value in extra.items()}
+    writer = gguf_begun(path, arch, config.vocab_size, {f"{arch}.{key}": value for key, value in sizes.items()})
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, weight in theirs.named_parameters():
+        ours = canonical(name)
+        assert ours is not None
+        values = weight.detach().numpy()
+        part = ours.split(".")[-2]
+        if neighbours and part in heads:
+            # LlamaModel.permute of convert_hf_to_gguf.py
+            halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        writer.add_tensor(ours, values)
+    return gguf_ended(writer, path)
+
+
+def gguf_begun(path: Path, arch: str, vocab: int, meta: dict[str, Any]) -> GGUFWriter:
+    """A file with ``meta`` and a tokenizer of ``vocab`` tokens."""
+    writer = GGUFWriter(path, arch)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*byte_vocabulary(vocab - 1), "ab"])
+    writer.add_token_types([3 if i < len(SPECIAL) else 1 for i in range(vocab)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[list] = writer.add_array
+    for key, value in meta.items():
+        add[type(value)](key, value)  # type: ignore[operator]
+    return writer
+
+
+def gguf_ended(writer: GGUFWriter, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

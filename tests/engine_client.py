@@ -9,21 +9,29 @@ from collections.abc import Callable
 import msgspec
 
 from engine.link import Died, EngineLink
-from engine.protocol import Config, Ended, FromEngine, Ready, Seen, Start, Tokens
+from engine.protocol import Config, Ended, FromEngine, OwnWork, Ready, Resident, Seen, Start, Tokens
 
 PATIENCE = 90.0
 """Seconds a test waits for a message. Generous: the machine may be busy, and no test is about time."""
 
 
 class Client:
-    """An engine process and all it said."""
+    """An engine process and all it said; what it says of what is resident stands apart, in ``resident``."""
 
     def __init__(self, config: Config, module: str = "") -> None:
         self.inbox: queue.Queue[FromEngine | Died] = queue.Queue()
         self.said: list[FromEngine | Died] = []
+        self.resident: list[FromEngine | Died] = []
         command = [sys.executable, "-m", module, msgspec.json.encode(config).decode()] if module else None
-        self.link = EngineLink(config, self.inbox.put, command)
+        self.link = EngineLink(config, self.post, command)
         self.link.start()
+
+    def post(self, message: FromEngine | Died) -> None:
+        """A message of the engine, on the link's thread."""
+        if isinstance(message, Resident | OwnWork):
+            self.resident.append(message)
+        else:
+            self.inbox.put(message)
 
     def next(self) -> FromEngine | Died:
         message = self.inbox.get(timeout=PATIENCE)

@@ -98,6 +98,78 @@ class FakeModel:
         return logits
 
 
+class StateCache(FakeCache):
+    """A cache with a recurrent state: the tokens it was led through, one after another. Strict about the protocol.
+
+    A draft's rows leave it as it was; ``keep`` notes a path, the next step folds that in. It can go back into the last
+    two steps while they were drafts.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self.state: list[int] = []
+        self.noted: list[int] | None = None  # a draft's tokens, until ``keep``
+        self.pending: list[int] = []
+        self.before = 0  # rows the state can still go back to, of what is folded in
+
+    def fold(self) -> None:
+        """The step that begins has the path of the last one in its state."""
+        assert self.noted is None, "a draft that nobody kept"
+        if self.pending:
+            self.before = len(self.state)
+            self.state += self.pending
+            self.pending = []
+
+    def keep(self, start: int, path: Sequence[int]) -> None:
+        assert self.noted is not None and path[0] == 0
+        self.pending, self.noted = [self.noted[at] for at in path], None
+        super().keep(start, path)
+
+    def rewind(self, rows: int) -> int:
+        if not self.before <= rows <= len(self.state) + len(self.pending):
+            return 0
+        kept = len(self.state)
+        self.pending = self.pending[: max(rows - kept, 0)]
+        del self.state[rows:]
+        return rows
+
+    def mark(self) -> Mark | None:
+        rows = self.state + self.pending
+        state = torch.zeros(self.rows, dtype=torch.int64)  # of one size, as a real one
+        state[: len(rows)] = torch.tensor(rows, dtype=torch.int64)
+        return Mark(len(rows), {"state": state})
+
+    def go_back(self, mark: Mark | None) -> None:
+        self.state = [] if mark is None else mark.tensors["state"][: mark.rows].tolist()
+        self.pending, self.noted, self.before = [], None, len(self.state)
+
+
+class StateModel(FakeModel):
+    """The fake model with a recurrent state beside its rows: where both do not say the same, a step is a fault.
+
+    ``strict``: once it is loaded; a load times steps anywhere in the window.
+    """
+
+    state_bytes, alike, strict = 400, 1 << 20, False
+
+    def new_cache(self, rows: int) -> FakeCache:
+        return StateCache(rows)
+
+    def _part(self, part: Rows) -> list[Tensor]:
+        cache = part.cache
+        assert isinstance(cache, StateCache)
+        cache.fold()
+        if self.strict and cache.state != cache.tokens[: part.start].tolist():
+            raise AssertionError("the state does not stand behind the rows")
+        logits = super()._part(part)
+        if part.draft:
+            cache.noted = list(part.tokens)
+        else:
+            cache.state += list(part.tokens)
+            cache.before = len(cache.state)
+        return logits
+
+
 def checkpoint(path: Path | None = None) -> SimpleNamespace:
     return SimpleNamespace(
         name="fake", architecture="fake", tokenizer_json="{}", template="", special={}, end_ids=[2], add_bos=False,

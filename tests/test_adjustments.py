@@ -130,20 +130,21 @@ def frequency(run: Sequence, size: int = 10) -> list[float]:
     return [-x for x in run.adjustments.apply(np.zeros(size, np.float32), len(run.answer)).tolist()]
 
 
-def test_only_what_is_committed_counts() -> None:
-    """A1: one round ahead: a proposed token counts once its round is committed, and never when it is cancelled."""
+def test_a_token_counts_before_the_next_one_of_its_round_is_chosen() -> None:
+    """A1, F8: at once, and once: what is drafted and accepted is chosen as it would be a round at a time."""
     run = Sequence(start([1, 2], stop_ids=[9], frequency_penalty=1.0), 64)
     run.read(run.chunk(8)[1], 1.0)
-    run.propose([5], 1.0)
-    assert frequency(run) == [0.0] * 10
+    assert run.take(5) and frequency(run) == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    assert run.take(5) and run.take(6) and frequency(run)[5:] == [2, 1, 0, 0, 0]
+    run.close(1.0)
     run.settle()
-    assert frequency(run) == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
-    run.propose([5, 6, 9, 7], 1.0)
+    assert run.answer == [5, 5, 6] and frequency(run)[5:] == [2, 1, 0, 0, 0]
+    run.propose([7], 1.0)
     run.settle()  # nothing is acknowledged: nothing is committed
-    assert run.step is Step.WAIT and frequency(run)[5:] == [1, 0, 0, 0, 0]
+    assert run.step is Step.WAIT and frequency(run)[5:] == [2, 1, 1, 0, 0]
     run.cancel(Cancel(1, 1))
     run.settle()
-    assert run.answer == [5] and frequency(run)[5:] == [1, 0, 0, 0, 0]
+    assert run.answer == [5, 5, 6] and run.step is Step.OVER
 
 
 def test_what_a_round_is_cut_of_does_not_count() -> None:

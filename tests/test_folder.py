@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +77,73 @@ def test_scaling_of_both_generations(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rope", "attention"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 0.7}, 0.7),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+    ],
+)
+def test_yarn(tmp_path: Path, rope: dict[str, float], attention: float) -> None:
+    """N3: its settings and their defaults; the window is what was stretched, whatever the configuration kept."""
+    said = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100} | rope
+    config = Folder(folder(tmp_path, rope_scaling=said)).config()
+    scaling = RopeScaling("yarn", 4.0, original_window=100, attention=pytest.approx(attention))
+    assert config.rope_scaling == scaling and config.window == 400
+    short = Folder(folder(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0, "beta_fast": 9})).config()
+    assert short.rope_scaling is not None and short.rope_scaling.original_window == 128 and short.window == 256
+    assert short.rope_scaling.beta_fast == 9.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, ()),
+        ({"sliding_window": None}, ()),
+        ({"sliding_window": 8}, (8, 8)),
+        ({"sliding_window": 128}, ()),
+        ({"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 1}, ()),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (0, 8)),
+        ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}, ()),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, (8, 0)),
+        ({"sliding_window": None, "layer_types": ["sliding_attention", "full_attention"]}, ()),
+    ],
+)
+def test_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int, ...]) -> None:
+    """N3: how many rows a layer sees, as each family says it; one that reaches over the whole window is none."""
+    assert Folder(folder(tmp_path, **changes)).config().windows == windows
+
+
+@pytest.mark.parametrize("where", ["beside", "within"])
+def test_a_part_of_each_head(tmp_path: Path, where: str) -> None:
+    """N3: how much of a head is turned, as transformers 4 and 5 write it."""
+    part = {"partial_rotary_factor": 0.25}
+    changes = part if where == "beside" else {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0, **part}}
+    assert Folder(folder(tmp_path, **changes)).config().rotary == 8
+    assert Folder(folder(tmp_path, rope_parameters=None, partial_rotary_factor=1.0)).config().rotary == 0
+
+
+def test_biases_and_norms_are_found_among_the_tensors(tmp_path: Path) -> None:
+    """N3: no file says in its configuration that queries have a bias, or that heads are normed."""
+    bare = Folder(folder(tmp_path)).config()
+    assert not bare.qkv_bias and not bare.qk_norm
+    for part, bias in (("q_proj.bias", True), ("q_norm.weight", False)):
+        config = Folder(folder(tmp_path, {f"model.layers.0.self_attn.{part}": torch.ones(32)})).config()
+        assert (config.qkv_bias, config.qk_norm) == (bias, not bias)
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"sliding_window": 4096}, "sliding_window"),
+        ({"layer_types": ["full_attention", "chunked_attention"], "sliding_window": 8}, "chunked_attention"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"partial_rotary_factor": 0.5}, "part of each head"),
         ({"quantization_config": {"bits": 4}}, "Quantised safetensors"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "each type of layer"),
         ({"hidden_size": None}, "lacks hidden_size"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,40 @@ def test_linear_scaling(tmp_path: Path) -> None:
     assert form.config().rope_scaling == RopeScaling("linear", 4.0)
 
 
+def test_yarn(tmp_path: Path) -> None:
+    """N3: llama.cpp's keys and defaults; ``attn_factor`` comes on top of what the stretch asks for."""
+    keys: dict[str, Any] = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    config = opened(tmp_path, **keys).config()
+    grown = pytest.approx(0.1 * math.log(4) + 1)
+    assert config.rope_scaling == RopeScaling("yarn", 4.0, original_window=128, attention=grown)
+    assert config.window == 512
+    keys |= {"llama__rope__scaling__original_context_length": 32, "llama__rope__scaling__yarn_beta_fast": 8.0}
+    keys |= {"llama__rope__scaling__attn_factor": 0.5}
+    config = opened(tmp_path, **keys).config()
+    half = pytest.approx(0.05 * math.log(4) + 0.5)
+    assert config.rope_scaling == RopeScaling("yarn", 4.0, original_window=32, beta_fast=8.0, attention=half)
+    assert config.window == 128
+
+
+def test_a_window_that_reaches_over_all_rows_is_none(tmp_path: Path) -> None:
+    assert opened(tmp_path, llama__attention__sliding_window=128).config().windows == ()
+
+
+def test_a_part_of_each_head(tmp_path: Path) -> None:
+    """N3: the builder says where it is not supported."""
+    assert opened(tmp_path, llama__rope__dimension_count=32).config().rotary == 32
+    assert opened(tmp_path, llama__rope__dimension_count=64).config().rotary == 0
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
         ({"llama__expert_count": 8}, "expert_count"),
         ({"llama__attention__sliding_window": 64}, "sliding_window"),
         ({"llama__attention__value_length": 32}, "Keys and values"),
-        ({"llama__rope__dimension_count": 32}, "part of each head"),
-        ({"llama__rope__scaling__type": "yarn"}, "yarn"),
+        ({"llama__rope__scaling__type": "longrope"}, "longrope"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor"),
+        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__yarn_log_multiplier": 0.1}, "log_multiplier"),
     ],
 )
 def test_what_would_change_the_result_is_refused(tmp_path: Path, extra: dict[str, Any], said: str) -> None:
@@ -88,5 +115,5 @@ def test_one_part_of_several_is_refused(tmp_path: Path) -> None:
 def test_a_missing_key_is_named(tmp_path: Path) -> None:
     form = Gguf(write_gguf(tmp_path / "tiny.gguf", {}, arch="llama"))
     form.architecture = "strange"
-    with pytest.raises(CheckpointError, match=r"strange\.embedding_length"):
+    with pytest.raises(CheckpointError, match=r"strange\.context_length"):
         form.config()

@@ -94,6 +94,8 @@ def test_the_rules_differ_where_they_should() -> None:
     assert pieces("gpt-2", "a 1234") == ["a", "Ġ1234"]
     assert pieces("llama-bpe", "a 1234") == ["a", "Ġ", "123", "4"]
     assert pieces("qwen2", "a 12") == ["a", "Ġ", "1", "2"]
+    assert pieces("qwen35", "a 12") == pieces("qwen2", "a 12")
+    assert len(pieces("qwen35", "ख़बर है")) == 2 < len(pieces("qwen2", "ख़बर है"))
     assert pieces("default", "1234") == ["123", "4"]
     assert pieces("llama-bpe", "I'LL") == ["I", "'LL"]
     assert pieces("gpt-2", "I'LL") == ["I", "'", "LL"]

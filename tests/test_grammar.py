@@ -34,6 +34,7 @@ from engine.protocol import (
     FromEngine,
     Grammar,
     Ready,
+    Resident,
     Sampling,
     Seen,
     Start,
@@ -361,6 +362,8 @@ class Line:
         self.said: list[FromEngine] = []
 
     def post(self, message: FromEngine) -> None:
+        if isinstance(message, Resident):
+            return
         self.said.append(message)
         if isinstance(message, Tokens):
             self.inbox.append(Seen(1, message.run, message.start + len(message.ids)))
@@ -385,7 +388,9 @@ class Line:
 def made(parallel: int = 1, known: Vocabulary = KNOWN) -> tuple[Engine, Line]:
     """An engine of the fake model, with masks."""
     line, points = Line(), Failpoints({})
-    config = Config(1, "fake", device="cpu", threads=1, prefix_chunk=64, safe_rows=8, parallel=parallel)
+    config = Config(
+        1, "fake", device="cpu", threads=1, prefix_chunk=64, safe_rows=8, parallel=parallel, speculate=False
+    )
     loaded = load(config, checkpoint(), lambda *_, **__: Wide(), line, points)  # type: ignore[arg-type]
     return Engine(config, dataclasses.replace(loaded, vocabulary=known, masks=MASKS), line, points), line  # type: ignore[arg-type]
 

@@ -67,6 +67,13 @@ def test_health(path: str, state: str, draining: bool, status: str, code: int) -
     assert response.status_code == code and json.loads(response.raw)["status"] == status
 
 
+def test_health_tells_how_requests_ran_beside_one_another() -> None:
+    """M8: how many slots there are, how many requests run and ran at once, and their joint rounds."""
+    runner = FakeRunner()
+    runner.more["parallel"] = {"slots": 4, "running": 2, "max_running": 3, "joint_rounds": 17}
+    assert json.loads(ask(runner, "/health").raw)["parallel"] == runner.more["parallel"]
+
+
 @pytest.mark.parametrize("path", ["/nowhere", "/v1", "/v1/props", "/api/tags", "/v1/models/", "/health/"])
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 def test_unknown_routes(path: str, method: str) -> None:

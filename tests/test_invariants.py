@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from engine.scripted import Answer, Script
 from pipeline.events import BodyGrew, Draining, EngineLoading, Faulted, Shutdown
 from pipeline.firing import root
-from pipeline.states import RequestState, SlotState
+from pipeline.request import Request
+from pipeline.states import EngineState, RequestState, SlotState
 from pipeline.table import BEFORE_SLOT, ENDED
 from tests.world import Plan, World, replayed
 
@@ -57,9 +58,12 @@ class Life(RuleBasedStateMachine):
     """R1, R3: the core under anything that can happen to it."""
 
     @initialize(answers=st.lists(answers, min_size=1, max_size=4), points=st.lists(points, min_size=1, max_size=4),
-                load_ms=st.sampled_from([0.0, 0.0, 5_000.0]))  # fmt: skip
-    def begin(self, answers: list[Answer], points: list[dict[str, int]], load_ms: float) -> None:
-        self.world = World(Script(answers=answers, load_ms=load_ms), points, **LIMITS)
+                load_ms=st.sampled_from([0.0, 0.0, 5_000.0]), slots=st.integers(1, 3),
+                side=st.sampled_from([65_536, 320, 20]))  # fmt: skip
+    def begin(self, answers: list[Answer], points: list[dict[str, int]], load_ms: float, slots: int, side: int) -> None:
+        """The window is 1,000 rows: a side slot has all of them, or too few for some."""
+        script = Script(answers=answers, load_ms=load_ms)
+        self.world = World(script, points, slots=slots, side_max_len=side, default_max_tokens=30, **LIMITS)
 
     @rule(plan=plans)
     def arrive(self, plan: Plan) -> None:
@@ -135,6 +139,28 @@ class Life(RuleBasedStateMachine):
         memory = self.world.core.memory
         places = [memory.requests[id].place for id in memory.queue]
         assert places == sorted(places)
+
+    @invariant()
+    def nobody_waits_for_a_free_slot(self) -> None:
+        """M2, R3: a free slot that holds one who waits is taken at once; who is in a side slot fits in it."""
+        memory = self.world.core.memory
+        free = [s.id for s in memory.slots if s.state is SlotState.free]
+        if memory.engine.state is EngineState.ready:
+            for id in memory.queue:
+                assert 0 not in free
+                assert not free or self.rows(memory.requests[id]) > self.side
+        for request in memory.requests.values():
+            assert request.slot <= 0 or self.rows(request) <= self.side
+
+    @property
+    def side(self) -> int:
+        """Rows of a side slot."""
+        return min(self.world.policy.side_max_len, 1_000)
+
+    @staticmethod
+    def rows(request: Request) -> int:
+        """Rows of a request with its whole answer."""
+        return min(request.prompt_tokens + (request.asked_tokens or 30), 1_000)
 
     @invariant()
     def every_request_ends_once(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine.native import lib
+from engine.native.matrix import Matrix
 from engine.weights import int4, quants
 from engine.weights.int4 import Int4
 from engine.weights.int8 import Planes
@@ -29,6 +31,13 @@ def off(form: Linear, matrix: Stored, n: int) -> float:
     return float((form(x.to(form.dtype)).double() - expected).norm() / expected.norm())
 
 
+@pytest.fixture
+def torch_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the native library cannot be had."""
+    monkeypatch.setattr(lib, "kernels", lambda: None)
+
+
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.parametrize("kind", [*KINDS, *quants.PLAIN])
 @pytest.mark.parametrize("table", [False, True])
 def test_every_kind_multiplies_and_stays_small(kind: str, table: bool) -> None:
@@ -49,6 +58,7 @@ def test_exact_is_float32(kind: str) -> None:
     assert form.dtype == torch.float32 and off(form, stored(kind), 3) < 1e-6
 
 
+@pytest.mark.usefixtures("torch_only")
 @pytest.mark.skipif(int4.tile() == 0, reason="torch packs four bits in another way on this CPU")
 def test_the_table_of_forms() -> None:
     """N3: the kind alone decides, and a shape that cannot be packed keeps the file's bytes."""
@@ -57,6 +67,17 @@ def test_the_table_of_forms() -> None:
     assert all(isinstance(linear(stored(kind), CPU), Blocks) for kind in ("Q8_0", "Q5_K", "Q6_K"))
     assert isinstance(linear(stored("BF16"), CPU), Dense)
     assert isinstance(linear(stored("Q4_1", rows=100), CPU), Blocks)
+
+
+@pytest.mark.skipif(lib.kernels() is None, reason="no native library")
+@pytest.mark.parametrize("kind", [*KINDS, *quants.PLAIN])
+def test_natively_every_kind_has_one_form(kind: str) -> None:
+    """N3: with the native library a matrix on the CPU is packed for it, in 4 or 8 bits where it is quantised."""
+    matrix = stored(kind)
+    form = linear(matrix, CPU)
+    assert isinstance(form, Matrix)
+    assert form.nbytes <= 40 / 32 * matrix.rows * matrix.cols or kind in quants.PLAIN
+    assert off(form, matrix, 3) < 0.012
 
 
 def test_side_by_side_is_a_stack() -> None:

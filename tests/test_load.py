@@ -82,7 +82,18 @@ def test_it_describes_what_each_id_writes(tmp_path: Path) -> None:
 def test_every_slot_gets_the_whole_window() -> None:
     """I6: KV for the whole window is allocated at load."""
     got = loaded(parallel=3, max_len=40)
-    assert [len(cache) for cache in got.caches] == [40, 40, 40] and got.ready.kv_bytes == 3 * 40 * 8
+    assert [cache.rows for cache in got.caches] == [40, 40, 40] and got.ready.kv_bytes == 3 * 40 * 8
+
+
+def test_side_slots_are_as_long_as_they_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """M1, I4: slot 0 has the window, the others --side-max-len rows of it; all are counted, and the window is cut."""
+    got = loaded(parallel=3, side_max_len=16)
+    assert got.windows == [cache.rows for cache in got.caches] == [96, 16, 16]
+    assert got.ready.kv_bytes == (96 + 2 * 16) * 8
+    monkeypatch.setattr(memory, "free", lambda device: (256 << 20) + (64 + 2 * 16) * 8)
+    assert loaded(parallel=3, side_max_len=16).windows == [64, 16, 16]
+    with pytest.raises(LoadFailed, match="those of the side slots"):
+        loaded(parallel=4, side_max_len=16)
 
 
 def test_a_given_safe_step_is_taken_and_must_divide_the_grid() -> None:
@@ -190,3 +201,17 @@ def test_decode_may_fall_to_one_thread_only_where_that_changes_no_bit() -> None:
     assert loaded(threads=2).one_s > 0 and torch.get_num_threads() == 2
     assert loaded(threads=2, model=lambda *a, **k: Cut()).one_s == 0 and torch.get_num_threads() == 2
     assert loaded(threads=1).one_s == 0
+
+
+def test_rounds_are_timed_by_their_rows_where_drafts_may_be() -> None:
+    """F8: what a draft must pay for; where rows do not come out alike, or none is wanted, only a plain step."""
+
+    class Few(FakeModel):
+        alike, state_bytes, path = 5, 100, "few"
+
+    assert sorted(loaded().costs) == [1, 2, 4, 8, 16, 32] and min(loaded().costs.values()) > 0
+    assert sorted(loaded(speculate=False).costs) == [1]
+    few = loaded(model=lambda *_, **__: Few(), parallel=2, max_len=40)
+    assert sorted(few.costs) == [1, 2, 4]
+    ready = few.ready
+    assert (ready.path, ready.alike, ready.state_bytes, ready.kv_bytes) == ("few", 5, 100, 2 * (40 * 8 + 100))

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.models import registry
+from engine.models.loading import Loader
+from engine.native import lib
+from engine.native.matrix import fresh
+from engine.native.packed import Packed
 from engine.weights.checkpoint import open_checkpoint
 from engine.weights.embedded import embedded_model
 from tests.checkpoints import build, write_gguf
@@ -70,7 +75,33 @@ def test_progress_counts_bytes_up_to_the_file(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", KINDS))
     said: list[tuple[str, int, int]] = []
     registry.build(checkpoint, device=torch.device("cpu"), threads=0, rows=0, progress=lambda *step: said.append(step))
+    said = [step for step in said if step[0] != "native step"]  # it is built first, where it was not kept
     done = [step[1] for step in said]
     assert len(said) == len(checkpoint.names()) and done == sorted(done)
     assert {(what, total) for what, _, total in said} == {("weights", checkpoint.file_bytes)}
     assert 0.5 * checkpoint.file_bytes < done[-1] <= checkpoint.file_bytes
+
+
+def test_packed_weights_are_known_by_their_rows(tmp_path: Path) -> None:
+    """N5: what an earlier start packed is taken again, but not where rows have come to lie in another order."""
+    if lib.kernels() is None:
+        pytest.skip("no native library here")
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", {"": "Q4_1"}))
+
+    def asked(order: Tensor) -> list[str]:
+        names: list[str] = []
+        loader = Loader(checkpoint, torch.device("cpu"), False, lambda *_: None)
+
+        class Kept(Packed):
+            def take(self, name: str, nbytes: int) -> tuple[Tensor, bool]:
+                names.append(name)
+                return fresh(nbytes)
+
+        loader.packed = Kept(None, "", lambda *_: None)
+        loader.beside([loader.read("blk.0.attn_q.weight", 256, 256).pick(order)])
+        loader.table("token_embd.weight", 320, 256)
+        return names
+
+    rows = torch.arange(256)
+    assert asked(rows) == asked(rows) and len(set(asked(rows))) == 2
+    assert asked(rows)[0] != asked(rows.flip(0))[0] and asked(rows)[1] == asked(rows.flip(0))[1]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import memory
+from engine.protocol import windows
 
 
 def test_a_window_that_fits_is_taken_as_it_is() -> None:
@@ -36,6 +39,23 @@ def test_nothing_fits() -> None:
         memory.fit(0, 8192, per_row=1 << 20, room=-5)
 
 
+@given(st.integers(64, 5_000), st.integers(0, 4), st.integers(1, 6_000), st.integers(1, 99), st.integers(0, 999_999))
+def test_side_slots_are_counted(native: int, sides: int, side: int, per_row: int, room: int) -> None:
+    """M1, I4: a window is cut so that its rows and the side slots' fit, and by no more than 64 rows."""
+
+    def taken(rows: int) -> int:
+        return per_row * sum(windows(rows, 1 + sides, side))
+
+    try:
+        rows, said = memory.fit(0, native, per_row, room, sides, side)
+    except memory.DoesNotFit:
+        assert taken(64) > room
+        return
+    assert taken(rows) <= room and 0 < rows <= native
+    assert (said == "") == (rows == native) == (taken(native) <= room)
+    assert rows == native or taken(rows + 64) > room
+
+
 def test_the_machines_numbers_are_plausible() -> None:
     assert 0 < memory.resident() <= memory.peak() < 1 << 50
     assert memory.reserved("cpu") > 1 << 20 and memory.high_water("cpu") > 1 << 20
@@ -57,3 +77,26 @@ def test_a_containers_limit_counts_the_pages_of_read_files_as_free(tmp_path: Pat
         (old / f"memory.{name}").write_text(value)
     (old / "memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50\n")
     assert list(memory._group_room(tmp_path)) == [150]
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=1, max_size=6),
+    st.integers(1, 120),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+def test_a_prefill_takes_what_its_dearest_step_takes(sizes: list[int], rows: int, each: int, deep: int) -> None:
+    """J4: small steps deep in a window may take less than large ones at its begin, or more."""
+
+    def size(start: int) -> int:
+        return sizes[min(start // 16, len(sizes) - 1)]
+
+    def workspace(step: int, start: int) -> int:
+        return step * (each + deep * (start + step))
+
+    dearest, start = 0, 0
+    while start < rows:  # as a run is cut
+        stop = min(rows, (start // size(start) + 1) * size(start))
+        dearest = max(dearest, workspace(stop - start, start))
+        start = stop
+    assert memory.of_prefill(rows, 16, size, workspace) == dearest

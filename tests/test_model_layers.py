@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -30,7 +31,7 @@ def test_the_norm_is_rms_norm_with_its_eps(n: int, hidden: int, eps: float, size
 def test_layers_add_to_the_stream_and_the_last_row_stays() -> None:
     stream = layers.Stream(torch.ones(3, 4), 1e-5)
     stream.x.add_(torch.arange(3)[:, None])
-    stream.last()
+    stream.pick(slice(2, None))
     assert torch.equal(stream.x, torch.full((1, 4), 3.0))
     assert torch.allclose(stream.normed(layers.norm_weight(torch.ones(4)), torch.float32), torch.ones(1, 4))
 
@@ -65,6 +66,44 @@ def test_scalings_divide_frequencies() -> None:
     ratio = plain / layers.frequencies(ramp, None)
     assert float(ratio[0]) == pytest.approx(1) and float(ratio[-1]) == pytest.approx(8)
     assert bool((ratio.diff() >= -1e-5).all())
+
+
+def test_yarn_slows_pairs_that_turn_seldom() -> None:
+    """N3: from beta_fast turns over the original window on a pair stays, under beta_slow it is slowed by the factor."""
+    plain = layers.frequencies(CONFIG, None)
+    scaling = RopeScaling("yarn", 4.0, original_window=64, beta_fast=4.0, beta_slow=0.1, truncate=False)
+    config = msgspec.structs.replace(CONFIG, rope_scaling=scaling)
+    ratio = plain / layers.frequencies(config, None)
+    turns = 64 * plain / (2 * math.pi)
+    assert torch.allclose(ratio[turns > 4], torch.ones(1)) and bool((turns > 4).any())
+    assert torch.allclose(ratio[turns < 0.1], torch.full((1,), 4.0)) and bool((turns < 0.1).any())
+    between = ratio[(turns < 4) & (turns > 0.1)]
+    assert len(between) > 1 and bool(((between > 1) & (between < 4)).all())
+    turned = layers.rotations(plain, 4, torch.device("cpu"), 1.25)
+    assert torch.allclose(turned.abs(), torch.full((1,), 1.25))
+
+
+def test_only_a_part_of_a_head_is_turned() -> None:
+    """N3: the angles are those of a head as wide as the part; the rest stays as it is."""
+    config = msgspec.structs.replace(CONFIG, rotary=8)
+    frequency = layers.frequencies(config, None)
+    assert torch.equal(frequency, layers.frequencies(msgspec.structs.replace(CONFIG, head_dim=8), None))
+    heads = torch.randn(5, 3, 32)
+    part = heads[..., :8].clone()
+    turn, rest = layers.rotations(frequency, 5, torch.device("cpu")), heads[..., 8:].clone()
+    layers.rotate(heads, turn)
+    layers.rotate(part, turn)
+    assert torch.equal(heads[..., :8], part) and torch.equal(heads[..., 8:], rest)
+
+
+@given(st.integers(1, 4), st.sampled_from([2, 16, 64]), st.sampled_from([1e-6, 0.1]))
+def test_heads_are_normed_one_by_one(n: int, width: int, eps: float) -> None:
+    """N3: RMS norm over a head's own elements, in place, also of a part of a larger tensor."""
+    both, weight = torch.randn(n, 5, width), torch.randn(width)
+    heads, others = both[:, :3], both[:, 3:].clone()
+    expected = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+    layers.norm_heads(heads, layers.norm_weight(weight), eps)
+    assert torch.allclose(both[:, :3], expected, rtol=1e-4, atol=1e-6) and torch.equal(both[:, 3:], others)
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.sampled_from([(4, 4), (4, 2), (6, 1)]))

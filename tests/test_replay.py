@@ -269,7 +269,17 @@ def test_no_text_at_facts(tmp_path: Path) -> None:
         "RunResumed": ["source"],
         "RunEnded": ["reason", "why", "closed"],
         "RunDeclined": ["reason"],
+        "Resident": ["where"],
+        "OwnWork": ["what"],
     }
+    raw = [
+        f.name
+        for kind in vars(events).values()
+        if isinstance(kind, type) and issubclass(kind, events._Event)
+        for f in msgspec.structs.fields(kind)
+        if "bytes" in str(f.type)
+    ]
+    assert raw == ["hashes", "hashes"]
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.stem)

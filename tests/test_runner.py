@@ -42,11 +42,13 @@ class Link:
 
     def __init__(self, config: wire.Config, post: Callable[[Any], None]) -> None:
         self.config, self.post, self.killed = config, post, False
+        self.sent: list[wire.ToEngine] = []
         LINKS.append(self)
 
     def start(self) -> None: ...
 
-    def send(self, message: wire.ToEngine) -> None: ...
+    def send(self, message: wire.ToEngine) -> None:
+        self.sent.append(message)
 
     def kill(self) -> None:
         self.killed = True
@@ -75,6 +77,9 @@ def run(test: Callable[[Runner], Any], **settings: Any) -> None:
             await runner.close()
 
     asyncio.run(live())
+
+
+READY = wire.Ready(1, 0.1, 1, 0.0, 1.0, 1.0, 1, 1, 1, 1, "cpu", 1, "native avx2", 32, 7)
 
 
 async def ended(call: Call) -> End:
@@ -229,7 +234,7 @@ def test_large_prompts_hold_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> N
     """A14, I9: while large prompts are rendered, which may take minutes, small requests are judged and rendered."""
     go = threading.Event()
 
-    def rendered(_renderer: Any, judged: Any, _wall: float) -> list[Prompt]:
+    def rendered(_renderer: Any, judged: Any, *_: Any) -> list[Prompt]:
         if judged.request.messages[0].content != "Hello":
             go.wait(30)
         return [Prompt([1], "off")]
@@ -320,3 +325,48 @@ def test_a_recording_at_facts_does_not_read_bodies(tmp_path: Path) -> None:
         runner.body(runner.receive("chat", 0), Body(BODY))
 
     run(test, trace=str(tmp_path))
+
+
+def test_a_prompts_hashes_reach_the_engine_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """G2, R5: a prompt's blocks go to the engine as salted hashes, and what it holds is known by the same ones."""
+    tokens = list(range(130))
+    prompt = SimpleNamespace(pieces=[], thinks=False, prompt=lambda *_: Prompt(tokens, "off"))
+    monkeypatch.setattr(prepare, "Renderer", lambda _described: prompt)
+
+    async def test(runner: Runner) -> None:
+        [link] = LINKS
+        runner._from_engine(DESCRIBED)
+        runner._from_engine(READY)
+        starts: list[wire.Start] = []
+        for number in range(2):
+            runner.body(runner.receive("chat", 0), BODY)
+            while not (reads := [m for m in link.sent if isinstance(m, wire.Measure)][number:]):
+                await asyncio.sleep(0.001)
+            runner._from_engine(wire.Memory(1, reads[0].run, 0, 0, 0, 0))
+            starts = [m for m in link.sent if isinstance(m, wire.Start)]
+            runner._from_engine(wire.Ended(1, starts[number].run, "stop", 130, 0))
+            runner._from_engine(wire.Resident(1, "slot", 0, 130, starts[0].hashes))
+        assert [start.tokens for start in starts] == [tokens, tokens]
+        assert starts[0].hashes == starts[1].hashes and len(starts[0].hashes) == 2
+        runner._from_engine(wire.OwnWork(1, "disk write", True))
+        seen = runner.view()
+        assert [request["shared_rows"] for request in seen["recent"]] == [128, 0]
+        assert seen["cache"]["slots"] == [{"slot": 0, "rows": 130}]
+        assert seen["engine"]["own_work"] == ["disk write"]
+        assert [seen["engine"][name] for name in ("path", "alike", "state_bytes")] == ["native avx2", 32, 7]
+        salted.append(starts[0].hashes)
+
+    salted: list[list[bytes]] = []
+    for _ in range(2):
+        LINKS.clear()
+        run(test)
+    assert not set(salted[0]) & set(salted[1])
+
+
+def test_flags_reach_the_engine() -> None:
+    """F8: what the flags say of drafts is what an engine is started with."""
+
+    async def test(runner: Runner) -> None:
+        assert (LINKS[0].config.speculate, LINKS[0].config.draft_shape) == (False, "fixed")
+
+    run(test, speculate="off", draft_shape="fixed")

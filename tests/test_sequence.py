@@ -10,24 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.failpoints import Failpoints
 from engine.pieces import Vocabulary
 from engine.protocol import (
     Cancel,
     Chunk,
-    Declined,
     Ended,
     FromEngine,
-    Resumed,
     Sampling,
-    Seen,
     Start,
     Thinking,
     TokenLogprob,
     Tokens,
     Turn,
 )
-from engine.sequence import Sequence, Slots, Step
+from engine.sequence import Sequence, Step
 
 
 def start(
@@ -75,24 +71,60 @@ def test_the_limit_ends_a_run_right_after_its_last_tokens() -> None:
     settled(run, [1])
     tokens, ended = settled(run, [2])
     assert tokens == Tokens(1, 1, 1, [2], 2.0)
-    assert ended == Ended(1, 1, "length", kept=6, generated=2, prefill_ms=2.0, decode_ms=4.0)  # token 2 has no row yet
+    assert ended == Ended(1, 1, "length", kept=6, generated=2, prefill_ms=2.0, decode_ms=4.0, rounds=2)  # 2 has no row
 
 
 def test_a_stop_id_ends_it_and_is_not_sent() -> None:
     run = prefilled(start(stop_ids=[9]))
     settled(run, [1])
-    assert settled(run, [9]) == [Ended(1, 1, "stop", 6, 1, 2.0, 4.0)]
+    assert settled(run, [9]) == [Ended(1, 1, "stop", 6, 1, 2.0, 4.0, rounds=2)]
     assert run.step is Step.OVER and run.settle() == []
 
 
 def test_a_stop_at_once_answers_nothing() -> None:
     run = prefilled(start(stop_ids=[9]))
-    assert settled(run, [9]) == [Ended(1, 1, "stop", 5, 0, 2.0, 2.0)]
+    assert settled(run, [9]) == [Ended(1, 1, "stop", 5, 0, 2.0, 2.0, rounds=1)]
 
 
 def test_a_stop_inside_a_longer_round_keeps_what_came_before() -> None:
     run = prefilled(start(max_tokens=9, stop_ids=[9]))
-    assert settled(run, [1, 2, 9, 3]) == [Tokens(1, 1, 0, [1, 2], 2.0), Ended(1, 1, "stop", 5, 2, 2.0, 2.0)]
+    ended = Ended(1, 1, "stop", 5, 2, 2.0, 2.0, rounds=1)
+    assert settled(run, [1, 2, 9, 3]) == [Tokens(1, 1, 0, [1, 2], 2.0), ended]
+
+
+def test_rows_of_accepted_tokens_are_resident() -> None:
+    """F8, G5: a drafted token that was accepted has its row in the very round, the one behind it in the next."""
+    run = prefilled(start(max_tokens=9, stop_ids=[9]))
+    settled(run, [1])
+    assert run.rows == 5
+    assert run.take(2) and run.take(3) and run.take(4) and run.goes_on and run.position == 4
+    run.close(2.0, drafted=6, accepted=2)
+    assert run.rows == 8 and run.settle() == [Tokens(1, 1, 1, [2, 3, 4], 2.0, drafted=6, accepted=2)]
+    run.seen(4)
+    assert run.take(5) and not run.take(9) and not run.goes_on
+    run.close(2.0, drafted=1, accepted=1)
+    tokens, ended = run.settle()
+    assert tokens == Tokens(1, 1, 4, [5], 2.0, drafted=1, accepted=1)
+    assert ended == Ended(1, 1, "stop", 10, 5, 2.0, 6.0, rounds=3, drafted=7, accepted=3)
+
+
+def test_a_cancel_leaves_no_row_of_a_round_that_is_not_committed() -> None:
+    """G5: whatever of it was drafted and accepted."""
+    for keep, kept in ((None, 6), (0, 5), (1, 6), (9, 6)):
+        run = prefilled(start(max_tokens=9))
+        settled(run, [1])
+        assert run.take(2) and run.take(3)
+        run.close(2.0, drafted=2, accepted=1)
+        run.cancel(Cancel(1, 1, keep))
+        assert run.settle() == [Ended(1, 1, "cancelled", kept, 1, 2.0, 4.0, rounds=1)]
+
+
+def test_a_round_stops_at_the_limit() -> None:
+    """A1: one more token is not taken, however many rows were computed."""
+    run = prefilled(start(max_tokens=2))
+    assert run.take(1) and run.goes_on and run.take(2) and not run.goes_on
+    run.close(2.0, drafted=2, accepted=2)
+    assert run.settle()[-1] == Ended(1, 1, "length", 7, 2, 2.0, 2.0, rounds=1, drafted=2, accepted=2)
 
 
 def test_a_text_stop_found_late_comes_before_a_stop_id() -> None:
@@ -103,14 +135,14 @@ def test_a_text_stop_found_late_comes_before_a_stop_id() -> None:
     run.propose([9], 2.0)
     assert run.settle() == []
     run.cancel(Cancel(1, 1, keep=1))
-    assert run.settle() == [Ended(1, 1, "cancelled", 6, 2, 2.0, 6.0)]
+    assert run.settle() == [Ended(1, 1, "cancelled", 6, 2, 2.0, 6.0, rounds=2)]
 
 
 def test_the_window_ends_a_run_as_its_limit_does() -> None:
     run = prefilled(start(prompt=5, max_tokens=100), window=7)
     assert run.limit == 2
     settled(run, [1])
-    assert settled(run, [2])[-1] == Ended(1, 1, "length", 6, 2, 2.0, 4.0)
+    assert settled(run, [2])[-1] == Ended(1, 1, "length", 6, 2, 2.0, 4.0, rounds=2)
 
 
 def test_nothing_asked_for_is_nothing_written() -> None:
@@ -134,58 +166,13 @@ def test_a_cancel_keeps_what_was_acknowledged_or_what_it_says() -> None:
         settled(run, [2], ack=False)
         run.propose([3], 2.0)
         run.cancel(Cancel(1, 1, keep))
-        assert run.settle() == [Ended(1, 1, "cancelled", kept, 2, 2.0, 6.0)]
+        assert run.settle() == [Ended(1, 1, "cancelled", kept, 2, 2.0, 6.0, rounds=2)]
 
 
 def test_a_fault_trusts_no_row() -> None:
     run = prefilled(start())
     settled(run, [1])
-    assert run.fault("SomeError") == Ended(1, 1, "fault", 0, 1, 2.0, 2.0, "SomeError")
-
-
-def slots(count: int = 1, window: int = 64, **points: int) -> Slots:
-    return Slots(1, count, window, Failpoints(points))
-
-
-def test_a_start_is_declined_when_its_slot_is_taken_or_it_does_not_fit() -> None:
-    desk = slots(window=6)
-    assert desk.handle(start(prompt=6, run=1)) == [Declined(1, 1, "memory")]
-    assert desk.handle(start(prompt=5, run=2)) == []
-    assert desk.handle(start(prompt=1, run=3)) == [Declined(1, 3, "busy")]
-    assert desk.handle(start(prompt=1, run=4, slot=1)) == [Declined(1, 4, "busy")]
-
-
-def test_other_epochs_and_unknown_runs_are_ignored() -> None:
-    desk = slots()
-    assert desk.handle(Start(2, 1, 0, [1], Sampling(), 1, [])) == []
-    assert desk.turn() is None
-    desk.handle(start(run=1))
-    for message in (Cancel(2, 1), Cancel(1, 7), Seen(1, 7, 1)):
-        assert desk.handle(message) == []
-    assert desk.settle() == []
-    assert desk.handle(Cancel(1, 1)) == [] and desk.settle() == [Ended(1, 1, "cancelled", 0, 0)]
-    assert desk.turn() is None and desk.handle(start(run=2)) == []
-
-
-def test_slots_take_turns() -> None:
-    desk = slots(count=3)
-    for slot in (0, 2):
-        desk.handle(start(run=slot, slot=slot, prompt=40))
-    order = []
-    for _ in range(4):
-        turn = desk.turn()
-        assert turn is not None
-        order.append(turn[0])
-    assert order == [0, 2, 0, 2]
-
-
-def test_a_failpoint_declines_the_nth_start() -> None:
-    desk = slots(decline_start=2)
-    assert desk.handle(start(run=1)) == []
-    desk.handle(Cancel(1, 1))
-    desk.settle()
-    assert desk.handle(start(run=2)) == [Declined(1, 2, "memory")]
-    assert desk.handle(start(run=3)) == []
+    assert run.fault("SomeError") == Ended(1, 1, "fault", 0, 1, 2.0, 2.0, "SomeError", rounds=1)
 
 
 @st.composite
@@ -320,7 +307,7 @@ def test_a_cancel_leaves_out_the_closing_that_is_under_way() -> None:
         run.seen(2)
         run.propose([4, 5], 1.0)
         run.cancel(Cancel(1, 1, keep))
-        assert run.settle() == [Ended(1, 1, "cancelled", kept, 2, 1.0, 2.0)] and run.answer == [0, 1]
+        assert run.settle() == [Ended(1, 1, "cancelled", kept, 2, 1.0, 2.0, rounds=1)] and run.answer == [0, 1]
 
 
 def test_the_limit_may_fall_into_the_closing() -> None:
@@ -351,107 +338,3 @@ def test_the_closing_tag_stays_open_to_an_ngram_ban() -> None:
     run.settle()
     masked = run.adjusted(np.zeros(8, np.float32)).tolist()
     assert [i for i, logit in enumerate(masked) if logit < 0] == [0, 5, 6]
-
-
-# -- the kept end ------------------------------------------------------------------------------------------------------
-
-LOGITS = np.arange(4, dtype=np.float32)
-
-
-def ended_after(desk: Slots, asked: Start, tokens: int = 1) -> list[FromEngine]:
-    """Start a run, read its prompt where that is needed, write so many tokens and cancel it; what was said."""
-    said = desk.handle(asked)
-    turn = desk.turn()
-    assert turn is not None
-    run = turn[1]
-    while run.step is Step.PREFILL:
-        said.append(run.read(run.chunk(4)[1], 1.0, LOGITS))
-    for _ in range(tokens):
-        run.propose([1], 1.0)
-        said += desk.settle()
-        run.seen(len(run.answer))
-    desk.handle(Cancel(1, asked.run))
-    return said + desk.settle()
-
-
-def keeping(run: int, keep_end: bool = True, **more: Any) -> Start:
-    return msgspec.structs.replace(start(run=run, **more), keep_end=keep_end)
-
-
-def test_another_choice_begins_at_the_prompts_end() -> None:
-    """F11: the prompt is read once; each choice after the first says so, and the last leaves nothing behind."""
-    desk = slots()
-    assert [m.done for m in ended_after(desk, keeping(1)) if isinstance(m, Chunk)] == [4, 5]
-    for run, keep in ((2, True), (3, False)):
-        said = ended_after(desk, keeping(run, keep))
-        assert said[:2] == [Resumed(1, run, 5, "end"), Chunk(1, run, 5, 5, 0.0)]
-        assert said[2] == Tokens(1, run, 0, [1], 1.0)
-        assert said[3] == Ended(1, run, "cancelled", 5, 1, 0.0, 1.0)  # the one token has no row yet
-    assert not any(isinstance(m, Resumed) for m in ended_after(desk, keeping(4)))
-
-
-def test_the_logits_that_are_kept_are_a_copy() -> None:
-    """F8: a model may write its next logits into the same place."""
-    desk, mine = slots(), LOGITS.copy()
-    desk.handle(keeping(1))
-    _, run = desk.turn() or (0, None)
-    assert run is not None
-    run.read(5, 1.0, mine)
-    mine[:] = 0
-    assert run.end is not None and run.end.tolist() == LOGITS.tolist()
-
-
-def test_any_other_start_drops_what_is_kept() -> None:
-    """F11: also one of the same tokens later; another slot has nothing of it."""
-    desk = slots(count=2)
-    ended_after(desk, keeping(1))
-    assert desk.handle(keeping(2, slot=1)) == [] and desk.handle(Cancel(1, 2)) == []
-    desk.settle()
-    assert desk.handle(start(run=3, prompt=64)) == [Declined(1, 3, "memory")]  # takes no row: nothing is lost
-    assert isinstance(desk.handle(keeping(4))[0], Resumed)
-    desk.handle(Cancel(1, 4))
-    assert desk.settle() == [Ended(1, 4, "cancelled", 5, 0)]
-    assert not any(isinstance(m, Resumed) for m in ended_after(desk, start(run=5, prompt=3)))
-    assert not any(isinstance(m, Resumed) for m in ended_after(desk, keeping(6)))
-
-
-def test_nothing_is_kept_of_a_prompt_half_read_or_of_a_fault() -> None:
-    """F11: there is no end to begin at, or no row to trust."""
-    desk = slots()
-    desk.handle(keeping(1, prompt=11))
-    _, run = desk.turn() or (0, None)
-    assert run is not None
-    run.read(4, 1.0, LOGITS)
-    desk.handle(Cancel(1, 1))
-    desk.settle()
-    assert desk.handle(keeping(2, prompt=11)) == []
-    _, run = desk.turn() or (0, None)
-    assert run is not None
-    run.read(11, 1.0, LOGITS)
-    desk.fault(run, "SomeError")
-    assert desk.handle(keeping(3, prompt=11)) == []
-
-
-def test_a_prompt_that_leaves_one_row_has_its_choices_too() -> None:
-    """F11, A8: at the window's end each choice is one token, and none needs a step."""
-    desk = slots(window=6)
-    for run, keep in ((1, True), (2, True), (3, False)):
-        said = desk.handle(keeping(run, keep))
-        turn = desk.turn()
-        assert turn is not None
-        while turn[1].step is Step.PREFILL:
-            said.append(turn[1].read(turn[1].chunk(4)[1], 1.0, LOGITS))
-        turn[1].propose([run], 1.0)
-        said += desk.settle()
-        assert [m.rows for m in said if isinstance(m, Resumed)] == [5] * (run > 1)
-        assert said[-2] == Tokens(1, run, 0, [run], 1.0)
-        assert isinstance(said[-1], Ended) and (said[-1].reason, said[-1].kept) == ("length", 5)
-    assert desk.handle(keeping(4)) == []
-
-
-def test_a_choice_that_may_write_nothing_keeps_the_end_too() -> None:
-    """F11, A6a: max_tokens 0 is an answer of no token, each time."""
-    desk = slots()
-    assert ended_after(desk, keeping(1, max_tokens=0), tokens=0)[-1] == Ended(1, 1, "cancelled", 5, 0, 2.0)
-    assert isinstance(desk.handle(keeping(2, max_tokens=0))[0], Resumed)
-    assert desk.settle() == [Ended(1, 2, "length", 5, 0)]

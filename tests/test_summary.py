@@ -83,5 +83,10 @@ def test_the_view_holds_what_the_page_shows() -> None:
     assert seen["slots"] == [{"slot": 0, "state": "busy", "row": "taken", "request": running}]
     assert [(r["outcome"], r["row"]) for r in seen["recent"]] == [("invalid_json", "bad_json")]
     assert seen["counters"] == {"dropped_calls": 2}
+    assert list(seen["cache"]) == ["slots", "park", "disk"]
+    assert (first["drafts"], first["source"]) == (
+        {"rounds": first["completion_tokens"], "drafted": 0, "accepted": 0},
+        "",
+    )
     assert (first["choice"], first["choices"], first["parent"], first["calls"]) == (0, 1, -1, 0)
     assert (seen["counts"]["running"], seen["counts"]["waiting"]) == (1, 1)

@@ -9,7 +9,7 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import psutil
 import pytest
 import torch
 
+from engine.drafting import Drafting
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.link import Died, command_for
-from engine.load import load
+from engine.load import Loaded, load
+from engine.models.batch import Rows
 from engine.protocol import (
     Cancel,
     Chunk,
@@ -32,7 +34,9 @@ from engine.protocol import (
     Loading,
     Measure,
     Memory,
+    OwnWork,
     Ready,
+    Resident,
     Sampling,
     Seen,
     Start,
@@ -45,7 +49,7 @@ from engine.worker import Engine
 from tests.engine_client import PATIENCE, Client
 from tests.fake_engine import POISON, SECRET, build, checkpoint
 
-FAKE = Config(1, "fake", device="cpu", threads=1, prefix_chunk=64, safe_rows=8)
+FAKE = Config(1, "fake", device="cpu", threads=1, prefix_chunk=64, safe_rows=8, speculate=False)
 GREEDY = Sampling(temperature=0)
 
 
@@ -65,14 +69,15 @@ def _threads_as_before() -> Iterator[None]:
 
 
 class Line:
-    """The pipe's place: ``send`` puts messages where the next safe point finds them."""
+    """The pipe's place: ``inbox`` is where the next safe point finds messages. What is resident is told apart."""
 
     def __init__(self) -> None:
         self.inbox: list[ToEngine] = []
         self.said: list[FromEngine] = []
+        self.resident: list[FromEngine] = []
 
     def post(self, message: FromEngine) -> None:
-        self.said.append(message)
+        (self.resident if isinstance(message, Resident | OwnWork) else self.said).append(message)
 
     def take(self, timeout: float | None) -> list[ToEngine]:
         taken, self.inbox = self.inbox, []
@@ -83,15 +88,23 @@ class Line:
 
 
 class Bench:
-    """An engine whose turns the test counts."""
+    """An engine whose turns the test counts. ``drafting`` is asked of what was loaded, where drafts are forced."""
 
-    def __init__(self, parallel: int = 1, **points: int) -> None:
+    def __init__(
+        self,
+        parallel: int = 1,
+        config: Config = FAKE,
+        made: Callable[..., Any] = build,
+        drafting: Callable[[Loaded], Drafting] | None = None,
+        **points: int,
+    ) -> None:
         torch.manual_seed(0)
         self.line = Line()
         failpoints = Failpoints(points)
-        config = msgspec.structs.replace(FAKE, parallel=parallel, threads=torch.get_num_threads())
-        self.loaded = load(config, checkpoint(), build, self.line, failpoints)  # type: ignore[arg-type]
-        self.engine = Engine(config, self.loaded, self.line, failpoints)
+        config = msgspec.structs.replace(config, parallel=parallel, threads=torch.get_num_threads())
+        self.loaded = load(config, checkpoint(), made, self.line, failpoints)  # type: ignore[arg-type]
+        drafts = drafting(self.loaded) if drafting else None
+        self.engine = Engine(config, self.loaded, self.line, failpoints, drafts)
         self.line.said.clear()
 
     @property
@@ -213,19 +226,19 @@ def test_threads_follow_the_neighbour_in_decode_and_never_in_prefill() -> None:
     """F8: a prefill step's bits hang on its thread count, so that never changes."""
     torch.set_num_threads(2)
     bench = Bench()
-    used: list[tuple[int, int]] = []
+    used: list[tuple[bool, int]] = []
     forward = bench.loaded.model.forward
 
-    def spy(tokens: torch.Tensor, cache: Any, at: int, **more: Any) -> torch.Tensor:
-        used.append((len(tokens), torch.get_num_threads()))
-        return forward(tokens, cache, at, **more)
+    def spy(parts: list[Rows]) -> torch.Tensor:
+        used.append((parts[0].draft, torch.get_num_threads()))
+        return forward(parts)
 
     bench.loaded.model.forward = spy  # type: ignore[method-assign]
     bench.engine._threads = Threads(2, 1e-12)  # any step is far over what one thread is said to take
     bench.answer(start(1, max_tokens=6))
     bench.answer(start(2, max_tokens=3))
-    assert {threads for rows, threads in used if rows > 1} == {2}
-    assert [threads for rows, threads in used if rows == 1] == [2, 1, 1, 1, 1, 1, 1]
+    assert {threads for decoded, threads in used if not decoded} == {2}
+    assert [threads for decoded, threads in used if decoded] == [2, 1, 1, 1, 1, 1, 1]
 
 
 def test_memory_is_answered_at_the_next_safe_point() -> None:
@@ -234,7 +247,7 @@ def test_memory_is_answered_at_the_next_safe_point() -> None:
     memory, *_ = bench.turns(1, Measure(1, 7, 50), Measure(2, 8, 50))
     assert isinstance(memory, Memory) and memory.run == 7
     assert memory.allocated == 1000 + 96 * 8 and memory.reserved > 0 and memory.peak > 0
-    assert memory.workspace == 8 * 50  # the last step of a prefill of 50 rows: 8 rows behind 42
+    assert memory.workspace == 8 * 48  # of a prefill of 50 rows the last whole step: 8 rows behind 40
     assert sum(isinstance(m, Memory) for m in bench.said) == 1
 
 

@@ -219,7 +219,8 @@ class World:
 
     def _spawn(self, epoch: int) -> None:
         points = self.failpoints[min(epoch, len(self.failpoints)) - 1]
-        config = wire.Config(epoch=epoch, model="", failpoints=points)
+        sides = {"parallel": self.policy.slots, "side_max_len": self.policy.side_max_len}
+        config = wire.Config(epoch=epoch, model="", failpoints=points, **sides)
         described = msgspec.structs.replace(DESCRIBED, epoch=epoch)
         self._engine = ScriptedEngine(config, described, self.script)
         self._hear(self._engine.start(self.now))
@@ -254,7 +255,12 @@ class World:
             case wire.Ended(epoch, run, reason, kept):
                 n = self._judged.get(run, 0)
                 told = self._told(run, n, n) if run in self._runs else {}
-                return ev.RunEnded(epoch, run, reason, kept, n, why=message.why, **told)
+                drafts = {"rounds": message.rounds, "drafted": message.drafted, "accepted": message.accepted}
+                return ev.RunEnded(epoch, run, reason, kept, n, why=message.why, **told, **drafts)
+            case wire.Resident():
+                return ev.Resident(*msgspec.structs.astuple(message))
+            case wire.OwnWork(epoch, what, begun):
+                return ev.OwnWork(epoch, what, begun)
             case wire.Declined(epoch, run, reason):
                 return ev.RunDeclined(epoch, run, reason)
             case Died(epoch, code):
@@ -270,7 +276,8 @@ class World:
         n = stop if stopped else n
         return ev.Progress(
             id, message.epoch, message.run, n, n, len(message.ids), stopped, max(0, stop - 1), message.ms,
-            **self._told(message.run, before, n),
+            **self._told(message.run, before, n), drafted=message.drafted, accepted=message.accepted,
+            shared=message.shared,
         )  # fmt: skip
 
     def _told(self, run: int, before: int, n: int) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from torch import Tensor
 from engine.weights.config import Config, RopeScaling
 from engine.weights.errors import CheckpointError
 
+GRAIN = 32768
+"""Up to so many elements torch gives to one thread."""
+
 
 class Stream:
     """The residual stream of ``n`` rows: ``x`` float32 ``[n, hidden]``, a view that layers add to.
@@ -25,6 +28,7 @@ class Stream:
 
     def __init__(self, start: Tensor, eps: float) -> None:
         n, hidden = start.shape
+        self.eps = hidden * eps
         self._long = torch.empty(n, hidden + 1, dtype=torch.float32, device=start.device)
         self.x = self._long[:, :hidden]
         self.x.copy_(start)
@@ -35,10 +39,10 @@ class Stream:
         scaled: Tensor = self.x / torch.linalg.vector_norm(self._long, dim=-1, keepdim=True)
         return scaled.mul_(weight).to(dtype)
 
-    def last(self, count: int) -> None:
-        """Keep the last ``count`` rows only."""
-        first = self.x.shape[0] - count
-        self._long, self.x = self._long[first:], self.x[first:]
+    def pick(self, rows: slice | Tensor) -> None:
+        """Keep ``rows`` only, in their order."""
+        self._long = self._long[rows]
+        self.x = self._long[:, :-1]
 
 
 def norm_weight(weight: Tensor) -> Tensor:
@@ -46,12 +50,19 @@ def norm_weight(weight: Tensor) -> Tensor:
     return weight * math.sqrt(weight.numel())
 
 
-def frequencies(config: Config, factors: Tensor | None) -> Tensor:
-    """Angle a row of each rotated pair, in radians, float32 ``[head_dim / 2]``. ``factors``: the file's own divisors.
+def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm in place of each head of ``heads``, float32 ``[n, heads, head_dim]``; ``weight`` as for a stream."""
+    squares = heads.square().sum(-1, keepdim=True)
+    heads.div_(squares.add_(heads.shape[-1] * eps).sqrt_()).mul_(weight)
 
-    llama3 scaling as in transformers (``modeling_rope_utils.py``), which is what the models were trained with.
+
+def frequencies(config: Config, factors: Tensor | None) -> Tensor:
+    """Angle a row of each rotated pair, in radians, float32 ``[pairs]``. ``factors``: the file's own divisors.
+
+    Scaled as in transformers (``modeling_rope_utils.py``), which is what the models were trained with.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    turned = config.rotary or config.head_dim
+    exponents = torch.arange(0, turned, 2, dtype=torch.int64).float() / turned
     base = 1.0 / (config.rope_base**exponents)
     scaling = config.rope_scaling
     if scaling is None:
@@ -60,6 +71,8 @@ def frequencies(config: Config, factors: Tensor | None) -> Tensor:
         return base / scaling.factor
     if scaling.kind == "llama3":
         return _llama3(base, scaling)
+    if scaling.kind == "yarn":
+        return _yarn(base, scaling, config.rope_base)
     if factors is None or factors.numel() != base.numel():
         raise CheckpointError("The file's rope_freqs.weight does not fit its heads; convert the model anew.")
     return base / factors
@@ -72,18 +85,35 @@ def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
     return base / scaling.factor * (1 - ramp) + base * ramp
 
 
-def rotations(frequency: Tensor, rows: int, device: torch.device) -> Tensor:
-    """``exp(i * angle)`` for each row and pair, complex64 ``[rows, 1, head_dim / 2]``."""
+def _yarn(base: Tensor, scaling: RopeScaling, rope_base: float) -> Tensor:
+    """Pairs that turn often over the original window as they are, pairs that turn seldom slowed, a ramp between."""
+    pairs = base.numel()
+
+    def turning(times: float) -> float:
+        """The pair, not a whole number, that turns so many times."""
+        return pairs * math.log(scaling.original_window / (times * 2 * math.pi)) / math.log(rope_base)
+
+    low, high = turning(scaling.beta_fast), turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    slowed = ((torch.arange(pairs).float() - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return base / scaling.factor * slowed + base * (1 - slowed)
+
+
+def rotations(frequency: Tensor, rows: int, device: torch.device, size: float = 1.0) -> Tensor:
+    """``size * exp(i * angle)`` for each row and pair, complex64 ``[rows, 1, pairs]``."""
     angles = torch.outer(torch.arange(rows).float(), frequency)
-    return torch.polar(torch.ones_like(angles), angles)[:, None].to(device)
+    return torch.polar(torch.full_like(angles, size), angles)[:, None].to(device)
 
 
 def rotate(heads: Tensor, turn: Tensor) -> None:
-    """Turn ``heads`` float32 ``[n, heads, head_dim]`` in place by ``turn`` complex64 ``[n, 1, head_dim / 2]``.
+    """Turn ``heads`` float32 ``[n, heads, head_dim]`` in place by ``turn`` complex64 ``[n, 1, pairs]``.
 
-    The two of a pair are neighbours, so a pair is one complex number.
+    The two of a pair are neighbours, so a pair is one complex number. A head's elements behind the pairs stay.
     """
-    torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2)).mul_(turn)
+    pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2))
+    pairs[..., : turn.shape[-1]].mul_(turn)
 
 
 def causal_mask(n: int, start: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.native import build, packed
+from engine.native.matrix import Take, fresh
+from engine.native.packed import Packed
 from engine.weights import linear, quants
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 from engine.weights.linear import Linear, Side
@@ -26,6 +30,8 @@ class Loader:
         self._names = checkpoint.names()
         self._done = 0
         self.nbytes = 0
+        self.packed = _packed(checkpoint, progress) if device.type == "cpu" and not exact else None
+        """Where packed matrices are kept between starts; None where nothing is packed."""
 
     def expect(self, names: set[str], ignored: set[str]) -> None:
         """Raise CheckpointError unless the file has exactly ``names``, and perhaps ``ignored`` ones.
@@ -60,17 +66,40 @@ class Loader:
 
     def table(self, name: str, rows: int, cols: int) -> Linear:
         """A token embedding or an output head."""
-        return self._keep(linear.linear(self.read(name, rows, cols), self._device, exact=self._exact, table=True))
+        return self._keep(self._linear(self.read(name, rows, cols), table=True))
 
     def beside(self, parts: list[Stored]) -> Linear:
         """Matrices with a common input as one: stacked where they are of one kind, else side by side."""
         if len({p.kind for p in parts}) == 1:
-            return self._keep(linear.linear(stack(parts), self._device, exact=self._exact))
-        return self._keep(Side([linear.linear(p, self._device, exact=self._exact) for p in parts]))
+            return self._keep(self._linear(stack(parts)))
+        return self._keep(Side([self._linear(part) for part in parts]))
+
+    def done(self) -> None:
+        """Every tensor is read: what was packed now is kept for the next start."""
+        if self.packed is not None:
+            self.packed.done()
+
+    def _linear(self, stored: Stored, *, table: bool = False) -> Linear:
+        return linear.linear(stored, self._device, exact=self._exact, table=table, take=self._room(stored))
+
+    def _room(self, stored: Stored) -> Take:
+        """Room for a packed matrix. Float weights are packed faster than a kept file of them is checked."""
+        if self.packed is None or stored.kind in quants.PLAIN:
+            return fresh
+        return partial(self.packed.take, packed.name_of(stored))
 
     def _keep(self, made: Linear) -> Linear:
         self.nbytes += made.nbytes
         return made
+
+
+def _packed(checkpoint: Checkpoint, progress: Progress) -> Packed | None:
+    if build.library() is None:
+        return None
+    try:
+        return Packed.open(packed.identity_of(checkpoint.files, packed.layout()), progress)
+    except OSError:  # reading on will say what is wrong with the files
+        return None
 
 
 def give_back() -> None:

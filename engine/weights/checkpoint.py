@@ -30,6 +30,7 @@ class Format(Protocol):
     name: str
     architecture: str
     file_bytes: int
+    files: tuple[Path, ...]
     form: Literal["gguf", "safetensors"]
 
     @property
@@ -53,6 +54,8 @@ class Checkpoint:
         """What the registry is asked for: "llama", …"""
         self.file_bytes = form.file_bytes
         """Bytes of the GGUF file, or of all safetensors files together."""
+        self.files = form.files
+        """The files that hold the weights and their sizes: who changes a weight changes one of them."""
         self.form = form.form
         """The file format; builders know in which order a family's converter leaves rows."""
 

@@ -2,7 +2,8 @@
 
 ``config.json``, one or several ``*.safetensors`` (with their index), ``tokenizer.json``, and where present
 ``tokenizer_config.json``, ``generation_config.json`` and ``chat_template.jinja``. A setting that would change the
-result and is not understood is refused.
+result and is not understood is refused. Matrices quantised by AWQ or GPTQ are unpacked by
+``engine/weights/autoquant.py``.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.weights.config import Config, RopeScaling
+from engine.weights import autoquant, hybrid, rope
+from engine.weights.config import Config, stretched
 from engine.weights.ends import END_TEXTS
 from engine.weights.errors import CheckpointError
-from engine.weights.stored import Stored
+from engine.weights.stored import Source, Stored
 
 KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
@@ -43,6 +45,9 @@ INNER = {
     "mlp.down_proj": "ffn_down",
 }
 
+NESTED = "model.language_model."
+"""How names begin in a folder whose model also sees."""
+
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
@@ -50,6 +55,7 @@ def canonical(name: str) -> str | None:
     """GGUF's name of a tensor; None for a table of rotary frequencies, which old files carry; others unchanged."""
     if name.endswith("rotary_emb.inv_freq"):
         return None
+    name = name.replace(NESTED, "model.", 1) if name.startswith(NESTED) else name
     if match := LAYER.fullmatch(name):
         layer, part, kind = match.groups()
         return f"blk.{layer}.{INNER.get(part, part)}.{kind}"
@@ -72,13 +78,21 @@ class Shards:
         """Canonical names of all tensors; a name with no counterpart is the file's own."""
         return set(self._places)
 
-    def read(self, name: str) -> Stored:
-        """One tensor's bytes, copied so that no page of the mapped file stays."""
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor as it lies there."""
+        return self._opened(name)[0]
+
+    def _opened(self, name: str) -> tuple[torch.Tensor, str]:
+        """A tensor and the file's own name of it."""
         if name not in self._places:
             raise CheckpointError(f"The folder has no tensor {name}; the checkpoint is incomplete.")
         file, own = self._places[name]
         with safe_open(file, framework="pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(own)
+            return opened.get_tensor(own), own
+
+    def read(self, name: str) -> Stored:
+        """One tensor's bytes, copied so that no page of the mapped file stays."""
+        tensor, own = self._opened(name)
         if tensor.dtype not in KINDS:
             raise CheckpointError(
                 f"Tensor {own} is stored as {tensor.dtype}; use bfloat16, float16 or float32 weights."
@@ -140,10 +154,26 @@ class Folder:
             raise CheckpointError(f"{path.name} has no config.json; give a folder that transformers could load.")
         self._tokenizer_config = _read_json(path / "tokenizer_config.json")
         self._generation = _read_json(path / "generation_config.json")
-        self.source = Shards(path)
+        self._shards = Shards(path)
         self.name = path.resolve().name
         self.architecture = str(self._config.get("model_type", "unnamed"))
-        self.file_bytes = sum(file.stat().st_size for file in self.source.files)
+        self.files = (path / "config.json", *self._shards.files)
+        self.file_bytes = sum(file.stat().st_size for file in self._shards.files)
+
+    @cached_property
+    def source(self) -> Source:
+        """The tensors; those of a quantised folder unpacked. Raises CheckpointError for a way that is not known."""
+        said = self._config.get("quantization_config") or self._text.get("quantization_config")
+        if not said:
+            return self._shards
+        scheme = autoquant.scheme(said if isinstance(said, dict) else {})
+        return autoquant.Unpacked(self._shards, scheme, canonical)
+
+    @property
+    def _text(self) -> dict[str, Any]:
+        """The settings of the part that reads and writes text, which lie apart where a model also sees."""
+        text = self._config.get("text_config")
+        return text if isinstance(text, dict) else self._config
 
     def _value(self, key: str) -> Any:
         if key not in self._config:
@@ -153,50 +183,57 @@ class Folder:
     def config(self) -> Config:
         """Sizes from config.json."""
         settings = self._config
-        if "quantization_config" in settings:
-            raise CheckpointError("Quantised safetensors are not supported; use a GGUF file or the plain weights.")
-        for key in ("attention_bias", "mlp_bias", "sliding_window"):
+        names = self.source.names()
+        if hybrid.is_hybrid(text := self._text):
+            tied = bool(settings.get("tie_word_embeddings", text.get("tie_word_embeddings")))
+            return hybrid.configured(text, tied=tied or "output.weight" not in names, mtp=hybrid.MTP in names)
+        for key in ("attention_bias", "mlp_bias"):
             if settings.get(key):
                 raise CheckpointError(f"config.json sets {key}, which is not supported.")
         if settings.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"The activation {settings['hidden_act']} is not supported, only silu.")
-        if settings.get("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError("Rotating only a part of each head (partial_rotary_factor) is not supported.")
         hidden, heads = int(self._value("hidden_size")), int(self._value("num_attention_heads"))
-        base, scaling = self._rope()
+        layers, head_dim = int(self._value("num_hidden_layers")), int(settings.get("head_dim") or hidden // heads)
+        base, scaling = rope.stretch(settings)
+        window = stretched(int(self._value("max_position_embeddings")), scaling)
         return Config(
-            layers=int(self._value("num_hidden_layers")),
+            layers=layers,
             hidden=hidden,
             heads=heads,
             kv_heads=int(settings.get("num_key_value_heads") or heads),
-            head_dim=int(settings.get("head_dim") or hidden // heads),
+            head_dim=head_dim,
             ff=int(self._value("intermediate_size")),
             vocab=int(self._value("vocab_size")),
             eps=float(settings.get("rms_norm_eps", 1e-6)),
             rope_base=base,
-            window=int(self._value("max_position_embeddings")),
-            tied=bool(settings.get("tie_word_embeddings", False)) or "output.weight" not in self.source.names(),
+            window=window,
+            tied=bool(settings.get("tie_word_embeddings", False)) or "output.weight" not in names,
             rope_scaling=scaling,
+            rotary=rope.turned(settings, head_dim),
+            qkv_bias="blk.0.attn_q.bias" in names,
+            qk_norm="blk.0.attn_q_norm.weight" in names,
+            windows=self._windows(layers, window),
         )
 
-    def _rope(self) -> tuple[float, RopeScaling | None]:
-        """Base and scaling. transformers 5 writes both into ``rope_parameters``, 4 into two keys."""
-        rope = self._config.get("rope_parameters") or self._config.get("rope_scaling") or {}
-        base = float(rope.get("rope_theta") or self._config.get("rope_theta") or 10000.0)
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind == "default":
-            return base, None
-        if kind == "linear":
-            return base, RopeScaling("linear", float(rope["factor"]))
-        if kind == "llama3":
-            return base, RopeScaling(
-                "llama3",
-                float(rope["factor"]),
-                float(rope["low_freq_factor"]),
-                float(rope["high_freq_factor"]),
-                int(rope["original_max_position_embeddings"]),
-            )
-        raise CheckpointError(f"The model stretches its window by {kind} scaling, which is not supported.")
+    def _windows(self, layers: int, whole: int) -> tuple[int, ...]:
+        """How many rows each layer sees; () where every one sees all.
+
+        Which layers are narrow is said a layer, by the first of them, or not at all: then all are.
+        """
+        settings = self._config
+        width = int(settings.get("sliding_window") or 0)
+        if "use_sliding_window" in settings and not settings["use_sliding_window"]:
+            width = 0
+        kinds = settings.get("layer_types")
+        if kinds is None:
+            first = int(settings.get("max_window_layers") or 0)
+            kinds = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+        if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+            raise CheckpointError(f"config.json has layers of the type {unknown[0]}, which is not supported.")
+        if len(kinds) != layers:
+            raise CheckpointError(f"config.json gives {len(kinds)} layer_types for {layers} layers; download it again.")
+        windows = tuple(width if kind == "sliding_attention" and width < whole else 0 for kind in kinds)
+        return windows if any(windows) else ()
 
     def tokenizer_json(self) -> str:
         """The file, without the lengths it was cut or filled up to when it was saved: prompts come whole."""
@@ -242,7 +279,7 @@ class Folder:
     def end_ids(self) -> list[int]:
         """The eos ids of both configurations, and added tokens that end a turn by their text."""
         ends: set[int] = set()
-        for settings in (self._config, self._generation):
+        for settings in (self._config, self._text, self._generation):
             eos = settings.get("eos_token_id")
             ends.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
         texts = END_TEXTS | {self.special().get("eos_token", "")}

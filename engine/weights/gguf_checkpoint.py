@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.weights.config import Config, RopeScaling
+from engine.weights import hybrid
+from engine.weights.config import Config, RopeScaling, stretched, yarn_attention
 from engine.weights.ends import END_TEXTS
 from engine.weights.errors import CheckpointError
 from engine.weights.gguf_reader import GgufFile
@@ -27,6 +28,7 @@ class Gguf:
         """Reads the metadata. Raises CheckpointError when the file cannot be read."""
         self.source = GgufFile(path)
         self.name = path.stem
+        self.files: tuple[Path, ...] = (path,)
         self.file_bytes = path.stat().st_size
         self.architecture = str(self._value("general.architecture"))
         if self.source.get("split.count", 1) > 1:
@@ -56,29 +58,34 @@ class Gguf:
 
     def config(self) -> Config:
         """Sizes from ``<architecture>.*``."""
-        for key in ("expert_count", "attention.sliding_window"):
-            if self._own(key, 0):
-                raise CheckpointError(f"The model sets {self.architecture}.{key}, which is not supported.")
+        window = self._size("context_length")
+        recurrent = self._own("ssm.group_count", None) is not None
+        if (self._own("expert_count", 0) and not recurrent) or 0 < self._size("attention.sliding_window", 0) < window:
+            key = "expert_count" if self._own("expert_count", 0) else "attention.sliding_window"
+            raise CheckpointError(f"The model sets {self.architecture}.{key}, which is not supported.")
         hidden, heads = self._size("embedding_length"), self._size("attention.head_count")
         head_dim = self._size("attention.key_length", hidden // heads)
         if self._size("attention.value_length", head_dim) != head_dim:
             raise CheckpointError("Keys and values of different width are not supported.")
-        if self._size("rope.dimension_count", head_dim) != head_dim:
-            raise CheckpointError("Rotating only a part of each head (rope.dimension_count) is not supported.")
-        return Config(
+        rotary, scaling, names = self._size("rope.dimension_count", head_dim), self._scaling(), self.source.names()
+        config = Config(
             layers=self._size("block_count"),
             hidden=hidden,
             heads=heads,
             kv_heads=self._size("attention.head_count_kv", heads),
             head_dim=head_dim,
-            ff=self._size("feed_forward_length"),
+            ff=self._size("feed_forward_length", 0 if recurrent else REQUIRED),
             vocab=len(self._value("tokenizer.ggml.tokens")),
             eps=float(self._own("attention.layer_norm_rms_epsilon")),
             rope_base=float(self._own("rope.freq_base", 10000.0)),
-            window=self._size("context_length"),
-            tied="output.weight" not in self.source.names(),
-            rope_scaling=self._scaling(),
+            window=stretched(window, scaling),
+            tied="output.weight" not in names,
+            rope_scaling=scaling,
+            rotary=0 if rotary == head_dim else rotary,
+            qkv_bias="blk.0.attn_q.bias" in names,
+            qk_norm="blk.0.attn_q_norm.weight" in names,
         )
+        return hybrid.in_gguf(config, self._own, names) if recurrent else config
 
     def _scaling(self) -> RopeScaling | None:
         if "rope_freqs.weight" in self.source.names():
@@ -88,9 +95,25 @@ class Gguf:
         factor = float(self._own("rope.scaling.factor", self._own("rope.scale_linear", 1.0)))
         if kind == "linear" or (kind == "none" and self._own("rope.scaling.type", None) is None and factor != 1.0):
             return RopeScaling("linear", factor)
+        if kind == "yarn":
+            return self._yarn(factor)
         if kind != "none":
             raise CheckpointError(f"The model stretches its window by {kind} scaling, which is not supported.")
         return None
+
+    def _yarn(self, factor: float) -> RopeScaling:
+        """As llama.cpp reads it; what only other families' files say is refused."""
+        for key, usual in (("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+            if float(self._own(f"rope.scaling.{key}", usual)) != usual:
+                raise CheckpointError(f"The model sets {self.architecture}.rope.scaling.{key}, which is not supported.")
+        return RopeScaling(
+            "yarn",
+            factor,
+            original_window=self._size("rope.scaling.original_context_length", self._size("context_length")),
+            beta_fast=float(self._own("rope.scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(self._own("rope.scaling.yarn_beta_slow", 1.0)),
+            attention=float(self._own("rope.scaling.attn_factor", 1.0)) * yarn_attention(factor),
+        )
 
     def tokenizer_json(self) -> str:
         """Built from ``tokenizer.ggml.*``."""

@@ -149,7 +149,7 @@ def _place(tensor: Any) -> Place:
     if 0 in shape or not shape:
         raise ValueError("a tensor of no elements")
     if len(shape) > 2:
-        # Experts and convolutions; no builder here asks for one, and a file that has them is refused by name there.
+        # The matrices of all experts, one below the other.
         shape = [shape[0], int(np.prod(shape[1:]))]
     rows = shape[1] if len(shape) == 2 else 1
     return Place(tensor.tensor_type.name, rows, shape[0], int(tensor.data_offset), int(tensor.n_bytes))

@@ -24,6 +24,8 @@ _LLAMA3 = (
     "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
 _QWEN2 = _LLAMA3.replace("\\p{N}{1,3}", "\\p{N}")
+# Marks go with the letters before them.
+_QWEN35 = _QWEN2.replace("?\\p{L}+", "?[\\p{L}\\p{M}]+").replace("\\s\\p{L}", "\\s\\p{L}\\p{M}")
 
 
 def _byte_level(use_regex: bool) -> dict[str, Any]:
@@ -66,6 +68,7 @@ PRE_TOKENIZERS = {
     "llama-v3": Pre(_cut(_LLAMA3), whole=True, bos=True),
     "dbrx": Pre(_cut(_LLAMA3)),
     "qwen2": Pre(_cut(_QWEN2), nfc=True),
+    "qwen35": Pre(_cut(_QWEN35), nfc=True),
     "deepseek-r1-qwen": Pre(_cut(_QWEN2), nfc=True),
 }
 """By ``tokenizer.ggml.pre``."""

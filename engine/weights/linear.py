@@ -4,10 +4,14 @@
 stored                on the CPU                                  elsewhere (cuda)
 ====================  ==========================================  =============================================
 F32, F16, BF16        as stored                                   as stored
-Q4_0, Q4_1, Q4_K      torch's packed four bits                    the file's bytes, decoded at each use
-Q8_0 head             two packed four-bit planes                  the file's bytes, decoded at each use
-Q8_0, Q5_K, Q6_K      the file's bytes, decoded at each use       the file's bytes, decoded at each use
+Q4_0, Q4_1, Q4_K, I4  torch's packed four bits                    torch's packed four bits (a table or head: the
+                                                                  file's bytes, decoded at each use)
+Q8_0, I8 head         two packed four-bit planes                  the file's bytes, decoded at each use
+Q8_0, I8, Q5_K, Q6_K  the file's bytes, decoded at each use       the file's bytes, decoded at each use
 ====================  ==========================================  =============================================
+
+On a CPU that the native library was built for it is that library's packed form instead, of every kind
+(``engine/native/matrix.py``).
 
 ``exact`` keeps everything as float32 instead: for tests and measurements only.
 """
@@ -20,8 +24,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own habit)
 from torch import Tensor
 
-from engine.weights import int4, quants
-from engine.weights.int4 import Int4
+from engine.native.matrix import Take, fresh, matrix
+from engine.weights import cuda4, int4, quants
+from engine.weights.cuda4 import Cuda4
+from engine.weights.int4 import GROUP, Int4
 from engine.weights.int8 import STRIP, Planes
 from engine.weights.stored import Stored
 
@@ -72,8 +78,8 @@ class Dense:
 class Blocks:
     """A quantised matrix kept as the file's own bytes and decoded to bfloat16 at each use, on any device.
 
-    Plain and slow for single rows: the whole matrix is decoded for each. On cuda this is the path of every quantised
-    kind; it was written without such a device at hand and is not tuned for one.
+    Plain and slow for single rows: the whole matrix is decoded for each. On cuda this is the path of most quantised
+    kinds; it was written without such a device at hand and is not tuned for one.
     """
 
     dtype = torch.bfloat16
@@ -121,25 +127,33 @@ class Side:
 
 Form = TypeVar("Form", Int4, Planes)
 
-PACKED = ("Q4_0", "Q4_1", "Q4_K")
+PACKED = ("Q4_0", "Q4_1", "Q4_K", *quants.FOURS)
+PLANES = ("Q8_0", *quants.EIGHTS)
 
 
-def linear(stored: Stored, device: torch.device, *, exact: bool = False, table: bool = False) -> Linear:
-    """The form ``stored`` is multiplied in. ``table``: a token embedding or an output head."""
+def linear(
+    stored: Stored, device: torch.device, *, exact: bool = False, table: bool = False, take: Take = fresh
+) -> Linear:
+    """The form ``stored`` is multiplied in. ``table``: a token embedding or an output head. ``take``: room for it."""
     if exact:
         return Dense(quants.decode_stored(stored).to(device))
+    native = matrix(stored, take) if device.type == "cpu" else None
+    if native is not None:
+        return native
     if stored.kind in quants.PLAIN:
         return Dense(stored.data.view(quants.PLAIN[stored.kind]).to(device))
     if device.type == "cpu" and int4.fits(stored.rows, stored.cols):
         if stored.kind in PACKED:
             return _filled(Int4(stored.rows, stored.cols), stored)
-        if stored.kind == "Q8_0" and table:
+        if stored.kind in PLANES and table:
             return _filled(Planes(stored.rows, stored.cols), stored)
+    if device.type == "cuda" and not table and cuda4.fits(stored, device):
+        return Cuda4(stored, device)
     return Blocks(Stored(stored.kind, stored.rows, stored.cols, stored.data.to(device)))
 
 
 def _filled(form: Form, stored: Stored) -> Form:
     """``form`` with the weights of ``stored``, in strips: what a vocabulary takes unpacked would triple the peak."""
     for start in range(0, stored.rows, STRIP):
-        form.fill(start, quants.split(stored.kind, stored.data[start : start + STRIP]))
+        form.fill(start, quants.regrouped(quants.split(stored.kind, stored.data[start : start + STRIP]), GROUP))
     return form

@@ -1,9 +1,9 @@
-"""ggml's block formats, decoded with torch on any device.
+"""ggml's block formats and our own of groups, decoded with torch on any device.
 
 Every quantised kind here comes down to ``w = scale * q + offset`` with one scale (and perhaps one offset) a group of
 neighbouring weights, so each has one function that splits raw blocks into those parts; decoding and repacking both
-start from the parts. Source of the layouts: ggml-quants.c and ``gguf.quants``, which the tests compare with, bit for
-bit.
+start from the parts. Source of ggml's layouts: ggml-quants.c and ``gguf.quants``, which the tests compare with, bit for
+bit; ours are made by ``engine/weights/grouped.py``.
 """
 
 from __future__ import annotations
@@ -94,6 +94,18 @@ def _q6_k(blocks: Tensor) -> Parts:
     return _grouped(q.view(*outer, 16, 16), _half(blocks[..., 208:210])[..., None] * scales, None)
 
 
+def _i4(blocks: Tensor) -> Parts:
+    """Four-bit codes, float16 scale, the code that means 0, a byte of nothing."""
+    codes = blocks.shape[-1] - 4
+    scale = _half(blocks[..., codes : codes + 2])
+    return Parts(_nibbles(blocks[..., :codes]), scale, scale * -blocks[..., codes + 2].float())
+
+
+def _i8(blocks: Tensor) -> Parts:
+    """Eight-bit codes, float16 scale."""
+    return Parts(blocks[..., :-2].contiguous().view(torch.int8), _half(blocks[..., -2:]), None)
+
+
 class Kind(NamedTuple):
     """``elements`` of a block lie in ``size`` bytes."""
 
@@ -102,7 +114,7 @@ class Kind(NamedTuple):
     split: Callable[[Tensor], Parts]
 
 
-KINDS = {
+GGML = {
     "Q4_0": Kind(32, 18, _q4_0),
     "Q4_1": Kind(32, 20, _q4_1),
     "Q8_0": Kind(32, 34, _q8_0),
@@ -111,13 +123,21 @@ KINDS = {
     "Q6_K": Kind(256, 210, _q6_k),
 }
 
+GROUPS = (32, 64, 128)
+"""Columns that may share a scale in our own kinds."""
+
+FOURS = {f"I4_{group}": Kind(group, group // 2 + 4, _i4) for group in GROUPS}
+EIGHTS = {f"I8_{group}": Kind(group, group + 2, _i8) for group in GROUPS}
+
+KINDS = GGML | FOURS | EIGHTS
+
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def require_kind(kind: str, name: str) -> None:
     """Raise CheckpointError when ``kind`` (the type of tensor ``name``) cannot be read."""
     if kind not in KINDS and kind not in PLAIN:
-        known = ", ".join([*PLAIN, *KINDS])
+        known = ", ".join([*PLAIN, *GGML])
         raise CheckpointError(f"Tensor {name} is stored as {kind}, which is not supported; use one of {known}.")
 
 
@@ -125,6 +145,17 @@ def split(kind: str, data: Tensor) -> Parts:
     """The parts of quantised rows. ``data`` uint8 ``[rows, bytes of a row]``; lossless."""
     form = KINDS[kind]
     return form.split(data.view(data.shape[0], -1, form.size))
+
+
+def regrouped(parts: Parts, group: int) -> Parts:
+    """The same weights in groups of ``group``, which must divide theirs: scales and offsets repeat."""
+    q, scale, offset = parts
+    repeats = q.shape[-1] // group
+    if repeats == 1:
+        return parts
+    if offset is not None:
+        offset = offset.repeat_interleave(repeats, -1)
+    return Parts(q.reshape(q.shape[0], -1, group), scale.repeat_interleave(repeats, -1), offset)
 
 
 def decode(kind: str, data: Tensor) -> Tensor:

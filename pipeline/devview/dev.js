@@ -77,7 +77,7 @@ function makeCard(request) {
 function says(request) {
   const prompt = request.prompt_tokens ? plural(request.prompt_tokens, "token") : "";
   if (request.state === "queued") return [`${request.position} in line`, prompt].filter(Boolean).join(" · ");
-  if (request.state === "prefilling") return `${count(request.done)} of ${plural(request.total, "token")}`;
+  if (request.state === "prefilling") return `${count(request.done)} of ${plural(request.total, "token")}${cached(request)}`;
   if (request.state === "decoding") {
     const rate = request.tokens_s ? ` · ${request.tokens_s.toFixed(1)}/s` : "";
     const choice = request.choices > 1 ? `choice ${request.choice + 1} of ${request.choices} · ` : "";
@@ -86,6 +86,18 @@ function says(request) {
     return `${choice}${plural(request.completion_tokens, "token")}${thought}${calls}${rate}`;
   }
   return prompt;
+}
+
+function cached(request) {
+  return request.cached_tokens ? ` · ${count(request.cached_tokens)} cached (${request.source})` : "";
+}
+
+function drafted({ drafts }) {
+  return drafts.drafted ? `, ${count(drafts.accepted)} of ${plural(drafts.drafted, "draft token")} taken in ${plural(drafts.rounds, "round")}` : "";
+}
+
+function stored({ entries, rows, bytes: size }) {
+  return entries ? `${plural(rows, "row")} of ${plural(entries, "prompt")}${size ? `, ${bytes(size)}` : ""}` : "";
 }
 
 function progress(request) {
@@ -197,9 +209,14 @@ function drawEngine() {
   const rate = (n) => (n ? `${count(Math.round(n))} tokens/s` : "");
   facts($("engine-facts"), [
     ["device", engine.device && `${engine.device}${engine.threads ? `, ${plural(engine.threads, "thread")}` : ""}`],
+    ["computed by", engine.path],
+    ["own work", engine.own_work.join(", ")],
     ["window", engine.window ? plural(engine.window, "row") : ""],
     ["weights", bytes(engine.weights_bytes)],
     ["KV cache", bytes(engine.kv_bytes)],
+    ["state of a sequence", bytes(engine.state_bytes)],
+    ["parked", stored(view.cache.park)],
+    ["on disk", stored(view.cache.disk)],
     ["process", bytes(engine.rss_bytes)],
     ["loaded in", engine.load_s ? duration(engine.load_s) : ""],
     ["self-check", engine.selfcheck_ms ? duration(engine.selfcheck_ms / 1000) : ""],
@@ -214,6 +231,7 @@ function drawEngine() {
 
 function drawSlots() {
   const byId = new Map(view.requests.map((request) => [request.id, request]));
+  const kept = new Map(view.cache.slots.map(({ slot, rows }) => [slot, rows]));
   $("slots").replaceChildren(...view.slots.map((slot) => {
     const request = byId.get(slot.request);
     const reading = request && request.state !== "decoding";
@@ -221,7 +239,7 @@ function drawSlots() {
     box.append(
       make("b", "", `slot ${slot.slot}`),
       make("span", "mono", request ? short(request) : slot.state === "ending" ? "its request is over" : ""),
-      make("span", "", request ? request.state : slot.state),
+      make("span", "", request ? request.state : slot.state + (kept.get(slot.slot) ? `, keeps ${plural(kept.get(slot.slot), "row")}` : "")),
     );
     const done = request ? progress(request) : null;
     if (done !== null) {
@@ -288,7 +306,7 @@ function drawRecent() {
       make("span", "num tok", `${count(request.prompt_tokens)} → ${count(request.completion_tokens)} tokens`),
       make("span", "num rate", request.tokens_s ? `${request.tokens_s.toFixed(1)} tok/s` : ""),
     );
-    line.title = `${request.route} ${request.name}: ${request.row}`;
+    line.title = `${request.route} ${request.name}: ${request.row}${cached(request)}${drafted(request)}`;
     line.classList.toggle("on", request.id === chosen);
     line.onclick = () => choose(request.id);
     return line;
@@ -314,7 +332,7 @@ function draw() {
   once("ends", view.recent, drawEnds);
   once("counts", view.counts, drawCounts);
   drawEngine();
-  once("slots", [view.slots, view.requests], drawSlots);
+  once("slots", [view.slots, view.requests, view.cache.slots], drawSlots);
   once("queue", [view.queue, view.requests], drawQueue);
   drawStory();
   once("recent", view.recent, drawRecent);

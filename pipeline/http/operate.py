@@ -75,5 +75,7 @@ class Operate:
             "max_len": runner.window,
             "default_max_tokens": settings.default_max_tokens,
             "engine": view["engine"],
+            "parallel": view["parallel"],
+            "cache": view["cache"],
             "lag_ms": view["lag_ms"],
         }

@@ -42,6 +42,8 @@ def figures(end: Finish) -> dict[str, Any]:
             predicted_n=end.completion_tokens,
             predicted_ms=end.predicted_ms,
             cache_n=end.cached_tokens,
+            draft_n=end.drafted,
+            draft_n_accepted=end.accepted,
             queue_ms=end.queue_ms,
             ttft_ms=end.ttft_ms,
             total_ms=end.total_ms,

@@ -1,0 +1,139 @@
+"""Between the runs of a slot and what stays resident: when rows are looked for, checkpoints made and rows let go.
+
+What is resident, where, and for how long is ``resident``'s; this knows the slots' caches and when a run begins, reads
+and ends. Whatever goes wrong with rows that were kept costs a prefill and nothing else: the slot is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from pathlib import Path
+
+from engine import memory
+from engine.disk import Disk
+from engine.load import ROUND_ROWS, Loaded
+from engine.models.cache import Cache, Mark
+from engine.native import packed
+from engine.pipe import complain
+from engine.protocol import Config, FromEngine, Start
+from engine.resident import Residency
+from engine.sequence import Sequence
+from engine.steps import Steps
+
+PARK_SHARE = 4
+"""Of the free memory what is parked may take one part in so many, where nobody says."""
+
+
+class Keeper:
+    """``grid``: rows between two checkpoints of a prompt; its end is one too.
+
+    ``steps``: where a prompt that was read may be gone on from (``uncut``); None: at any row.
+    """
+
+    def __init__(self, residency: Residency, caches: Items[Cache], grid: int, steps: Steps | None) -> None:
+        self._residency, self._caches, self._grid, self._steps = residency, caches, grid, steps
+        self._prompts = [0] * len(caches)  # rows of the last run's prompt
+        self._ends: list[Mark | None] = [None] * len(caches)  # the state behind a prompt whose end is kept
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is held beside the slots' own rows."""
+        return self._residency.nbytes
+
+    def begin(self, slot: int, start: Start, at_end: bool) -> tuple[int, str]:
+        """Make a slot ready for a run, as ``slots.Keeper`` says."""
+        cache, before = self._caches[slot], self._prompts[slot]
+        self._prompts[slot] = len(start.tokens)
+        end, self._ends[slot] = self._ends[slot], None
+        if at_end:
+            cache.go_back(end)
+            self._ends[slot] = end if start.keep_end else None
+            self._residency.stay(slot, len(start.tokens))
+            return 0, "none"
+        try:
+            rows, source = self._residency.begin(slot, cache, start.tokens, start.hashes)
+            if self._steps is not None and (source != "slot" or rows < before):
+                rows = uncut(self._steps, rows)
+            return rows, source if rows else "none"
+        except Exception as error:
+            complain(f"what slot {slot} held is forgotten: {type(error).__name__}")
+            self._residency.drop(slot)
+            cache.go_back(None)
+            return 0, "none"
+
+    def read(self, slot: int, run: Sequence) -> None:
+        """A prefill step of a run is done: a checkpoint where one belongs."""
+        at_end = run.rows == run.prompt
+        if at_end or run.rows % self._grid == 0:
+            mark = self._caches[slot].mark()
+            self._residency.mark(slot, mark)
+            if at_end and run.start.keep_end:
+                self._ends[slot] = mark
+
+    def end(self, slot: int, run: Sequence) -> None:
+        """A run is over: its first ``run.rows`` rows stay; after a fault nothing does."""
+        tokens = [*run.start.tokens, *run.answer][: run.rows]
+        try:
+            if tokens:
+                self._residency.end(slot, tokens, run.start.hashes)
+        except Exception as error:
+            complain(f"what slot {slot} held is forgotten: {type(error).__name__}")
+            tokens = []
+        if not tokens:
+            self._residency.drop(slot)
+
+    def work(self) -> bool:
+        """A piece of what is to be written. Whether there is more."""
+        return self._residency.work()
+
+    def messages(self) -> list[FromEngine]:
+        """What is to be said of what is resident."""
+        return self._residency.messages()
+
+
+def keeper_for(config: Config, loaded: Loaded) -> Keeper:
+    """What is kept with these settings."""
+    park = config.park_bytes if config.park_bytes >= 0 else max(memory.free("cpu"), 0) // PARK_SHARE
+    recurrent = loaded.model.state_bytes > 0  # its checkpoints are on the grid
+    residency = Residency(
+        config.epoch,
+        len(loaded.caches),
+        config.prefix_chunk,
+        park,
+        _disk(config, loaded) if config.disk_cache_bytes > 0 and config.data_dir else None,
+        recurrent=recurrent,
+    )
+    steps = None if recurrent or same_bits(loaded) else loaded.steps
+    return Keeper(residency, loaded.caches, config.prefix_chunk, steps)
+
+
+def same_bits(loaded: Loaded) -> bool:
+    """Every row comes out the same whatever step it is part of, not those of rounds alone: a prompt is cut anywhere."""
+    return loaded.model.alike > ROUND_ROWS
+
+
+def uncut(steps: Steps, rows: int) -> int:
+    """At most ``rows`` rows, as many as whole steps make: from there on a prompt is cut as it is from its begin.
+
+    So the same prompt again has the same bits where a step's cut changes them (F8). A prompt that goes on behind the
+    last answer begins right there (G5): it was never read before.
+    """
+    return rows - rows % steps.at(rows)
+
+
+def _disk(config: Config, loaded: Loaded) -> Disk | None:
+    """The files of this model, computed this way; None where the folder cannot be used."""
+    cut = () if same_bits(loaded) else (loaded.steps.blocks, loaded.ready.threads)
+    how = repr((loaded.device, loaded.model.path, packed.layout(), cut))
+    try:
+        identity = packed.identity_of(checkpoint_files(Path(config.model)), how)
+        folder, limit = Path(config.data_dir) / "prefixes", config.disk_cache_bytes
+        return Disk(folder, limit, identity, config.prefix_chunk, loaded.caches[0], complain)
+    except OSError as error:
+        complain(f"No prefix is kept in files: {type(error).__name__}.")
+        return None
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """What says which model it is: the file, or a folder's weights and settings."""
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]

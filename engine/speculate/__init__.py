@@ -1,0 +1,1 @@
+"""Drafts: tokens proposed cheaply, verified many at once, and never a change of the text."""
