@@ -26,8 +26,9 @@ from engine.keeper import keeper_for
 from engine.load import ROUND_ROWS, Line, Loaded, LoadFailed, load, stand_still
 from engine.models import registry
 from engine.models.batch import Rows
+from engine.models.graphs import Graphs
 from engine.pipe import complain, open_pipe
-from engine.protocol import Config, FromEngine, Measure, Memory, Stop, ToEngine
+from engine.protocol import Config, FromEngine, Measure, Memory, OwnWork, Stop, ToEngine
 from engine.rounds import Part, walk
 from engine.sequence import Sequence, Step
 from engine.slots import Slots, Turn
@@ -55,6 +56,7 @@ class Engine:
         self._threads = Threads(loaded.ready.threads, loaded.one_s)
         self._using = loaded.ready.threads
         self._waiting = False  # nothing to compute: the next safe point waits for a message
+        tell_of_graphs(loaded.model, config.epoch, line)
 
     def run(self) -> NoReturn:
         """Run until the process ends."""
@@ -213,6 +215,13 @@ def drafting_for(config: Config, loaded: Loaded, most: int) -> Drafting:
     learned = config.draft_shape == "learned"
     shapes = Shapes(loaded.costs, learned) if config.speculate and most > 1 else None
     return Drafting(shapes, most, drafters(loaded.model, loaded.caches, learned), config.parallel_cut == "share")
+
+
+def tell_of_graphs(model: registry.Model, epoch: int, line: Line) -> None:
+    """Have a model that records its rounds say when it does (see ``models/graphs.py``)."""
+    graphs: Graphs | None = getattr(model, "graphs", None)
+    if graphs is not None:
+        graphs.told = lambda begun: line.post(OwnWork(epoch, "graph capture", begun))
 
 
 def _ms_since(began: float) -> float:

@@ -18,6 +18,7 @@ from engine.models.attention import paths
 from engine.models.batch import Rows
 from engine.models.hybrid import Hybrid
 from engine.models.hybrid_cache import HybridCache
+from engine.native import lib
 from engine.weights.checkpoint import CheckpointError, open_checkpoint
 from engine.weights.hybrid import HybridConfig
 from tests.checkpoints import alone, build
@@ -120,15 +121,16 @@ def test_experts_in_one_tensor(tmp_path: Path) -> None:
     assert torch.equal(*steps)
 
 
-def test_half_precision_is_close(tmp_path: Path) -> None:
-    """N3: bfloat16 weights and rows; the state stays in float32."""
+def test_half_precision_is_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N3: bfloat16 weights and rows, without the native library; the state stays in float32."""
+    monkeypatch.setattr(lib, "kernels", lambda: None)
     theirs = reference(half=True)
     folder = save(theirs, tmp_path)
     halved = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(halved, folder / "model.safetensors")
     model = load(folder, exact=False)
     cache = model.new_cache(64)
-    assert near(chunked(model, cache, TOKENS[:64], 64), theirs(TOKENS[None, :64]).logits[0]) < 0.03
+    assert near(chunked(model, cache, TOKENS[:64], 64), theirs(TOKENS[None, :64]).logits[0]) < 0.06
     assert model.weights_bytes < 1.15 * (folder / "model.safetensors").stat().st_size
     assert cache.state.delta.dtype is torch.float32 and cache.kv.all.dtype is torch.bfloat16
     assert model.alike == 32 and model.path == "torch cpu"

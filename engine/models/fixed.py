@@ -87,7 +87,7 @@ class Given:
     def __init__(self, table: Tensor, blocks: int) -> None:
         self.tokens, self.positions, self._cut = table[:, :3].unbind(1)
         self.tail, self.blocks = table[:, 3:OWN], blocks
-        self._parts = table[:, OWN:].unflatten(1, (-1, OF_PART))
+        self._parts = table[:, OWN:].view(table.shape[0], -1, OF_PART)
         self._hidden: dict[int, tuple[Tensor, Tensor]] = {}
 
     def mine(self, part: int) -> Tensor:
@@ -135,10 +135,11 @@ def over(q: Tensor, kv: Tensor, given: Given, window: int) -> Tensor:
     many = few.reshape(kv_heads, -1, width)
     shared, tail = given.hidden(window)
     shared = shared[:, None, : blocks * BLOCK].expand(-1, heads // kv_heads, -1).flatten(0, 1)
-    near = kv[:, given.tail].flatten(1, 2).unflatten(1, (n, TAIL))
+    # [2 * kv_heads, n, TAIL, width]; other parts' rows may lie further than this cache reaches.
+    near = kv[:, given.tail.clamp(max=kv.shape[1] - 1)]
     keys, values = near[:kv_heads].flatten(0, 1), near[kv_heads:].flatten(0, 1)
     close = _product(few.flatten(0, 1), keys.transpose(1, 2)).mul_(width**-0.5)
-    close = close.unflatten(0, (kv_heads, n)).masked_fill_(tail[:, None], float("-inf"))
+    close = close.view(kv_heads, n, -1, TAIL).masked_fill_(tail[:, None], float("-inf"))
     far = [_product(many, _block(kv[:kv_heads], at).transpose(1, 2)) for at in range(blocks)]
     scores = torch.cat(far, -1).mul_(width**-0.5).masked_fill_(shared, float("-inf"))
     # A row sees itself, so the highest is finite. A highest is the same in any order.
@@ -150,7 +151,7 @@ def over(q: Tensor, kv: Tensor, given: Given, window: int) -> Tensor:
         total = total + some.sum(-1, keepdim=True)
         out = out + _product(some.to(kv.dtype), _block(kv[kv_heads:], at))
     total = total + own.sum(-1, keepdim=True)
-    last = _product(own.to(kv.dtype).unflatten(1, (n, -1)).flatten(0, 1), values)
+    last = _product(own.to(kv.dtype).view(kv_heads * n, -1, TAIL), values)
     out = (out + last.view(out.shape)) / total
     return out.view(kv_heads, n, -1, width).transpose(0, 1).reshape(n, -1)
 
@@ -166,5 +167,6 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return torch.bmm(a, b)
     if a.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32)
+        product: Tensor = torch.bmm(a, b, out_dtype=torch.float32)
+        return product
     return torch.bmm(a.float(), b.float())

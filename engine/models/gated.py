@@ -52,7 +52,10 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """``mix`` gives queries, keys, values and the gates of the outputs. Norms as for a stream."""
+    """``mix`` gives queries, keys, values and the gates of the outputs. Norms as for a stream.
+
+    ``dtype``: of rows in a cache where torch attends.
+    """
 
     mix: Linear
     out: Linear

@@ -32,6 +32,8 @@ GRAPHS = 24
 """Recordings that are kept: of each set of caches that decode together, one for each bucket in use."""
 
 Play = Callable[[], None]
+Key = tuple[tuple[KV, ...], int]
+"""Caches, which are told apart by being the same, and the bucket of keys."""
 Step = Callable[[Given, Items[KV]], Tensor]
 """Logits ``[MOST, vocab]``, float32, of a round in fixed shapes."""
 Eager = Callable[[Items[Rows]], Tensor]
@@ -57,7 +59,7 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.nbytes = device, 0
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def record(self, run: Play) -> Play:
         """Run on a side stream, so that kernels are chosen and loaded; then record there."""
@@ -104,7 +106,7 @@ class Graphs:
         self.told: Callable[[bool], None] = lambda _: None
         self.recording = True
         """False: nothing is recorded any more."""
-        self._kept: OrderedDict[tuple[KV | int, ...], Play] = OrderedDict()
+        self._kept: OrderedDict[Key, Play] = OrderedDict()
         self._tables: dict[int, Tensor] = {}
         self._logits = torch.empty(MOST, vocab, dtype=torch.float32, device=device)
 
@@ -137,7 +139,7 @@ class Graphs:
         return self._logits[torch.tensor(plan.wanted, dtype=torch.int64, device=self._device)]
 
     def _play(self, caches: tuple[KV, ...], blocks: int) -> None:
-        key, run = (*caches, blocks), partial(self._run, caches, blocks)
+        key, run = (caches, blocks), partial(self._run, caches, blocks)
         if key not in self._kept and self.recording and self._wanted(caches):
             self._record(key, run)
         if key in self._kept:
@@ -147,7 +149,7 @@ class Graphs:
     def _wanted(self, caches: tuple[KV, ...]) -> bool:
         return self.serves is None or all(cache in self.serves for cache in caches)
 
-    def _record(self, key: tuple[KV | int, ...], run: Play) -> None:
+    def _record(self, key: Key, run: Play) -> None:
         while len(self._kept) >= self._most:
             self._kept.popitem(last=False)
         self.told(True)
@@ -216,7 +218,7 @@ def _refused(graphs: Graphs, eager: Eager, new_cache: Callable[[int], KV], windo
 
 
 def _alike(graphs: Graphs, parts: list[Rows], joint: Tensor, cache: KV) -> bool:
-    """Whether the trees' rows, ``joint``, are those of rounds of one row over ``cache``, a longer one, in any bucket."""
+    """Whether ``joint``, the trees' rows, are those of rounds of one row over a longer ``cache``, in any bucket."""
     expected = iter(joint)
     for part in parts:
         assert isinstance(part.cache, KV)
