@@ -31,6 +31,7 @@ class Drafting:
 
     def __init__(self, shapes: Shapes | None, most: int, make: Make, by_share: bool = True) -> None:
         self._shapes, self._most, self._make, self._by_share = shapes, most, make, by_share
+        self._costs = shapes.costs if shapes is not None else None
         self._held: dict[int, tuple[Sequence, Drafter, int]] = {}  # by slot: the run, and how much of it was told
         self._earlier: list[int] = []
 
@@ -63,8 +64,8 @@ class Drafting:
             self._shapes.saw(*draft.judged(tokens))
 
     def dearer(self, rows: int) -> float:
-        """How many times a plain step's time a round of ``rows`` rows takes."""
-        return 1.0 if self._shapes is None else self._shapes.costs(rows) / self._shapes.costs(1)
+        """How many times a plain step's time a round of ``rows`` rows takes; at most, where that was not measured."""
+        return float(rows) if self._costs is None else self._costs(rows) / self._costs(1)
 
     def _told(self, slot: int, run: Sequence) -> Drafter:
         """The run's drafter, told all that is committed."""

@@ -22,6 +22,8 @@ from engine.steps import Steps
 
 PARK_SHARE = 4
 """Of the free memory what is parked may take one part in so many, where nobody says."""
+APART = 64
+"""Rows between checkpoints of an answer."""
 
 
 class Keeper:
@@ -34,16 +36,22 @@ class Keeper:
         self._residency, self._caches, self._grid, self._steps = residency, caches, grid, steps
         self._prompts = [0] * len(caches)  # rows of the last run's prompt
         self._ends: list[Mark | None] = [None] * len(caches)  # the state behind a prompt whose end is kept
+        self._answers: list[list[int]] = [[] for _ in caches]  # rows of the run's checkpoints behind its prompt
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is held beside the slots' own rows."""
         return self._residency.nbytes
 
+    @property
+    def busy(self) -> bool:
+        """There is something to be written."""
+        return self._residency.busy
+
     def begin(self, slot: int, start: Start, at_end: bool) -> tuple[int, str]:
         """Make a slot ready for a run, as ``slots.Keeper`` says."""
         cache, before = self._caches[slot], self._prompts[slot]
-        self._prompts[slot] = len(start.tokens)
+        self._prompts[slot], self._answers[slot] = len(start.tokens), []
         end, self._ends[slot] = self._ends[slot], None
         if at_end:
             cache.go_back(end)
@@ -70,6 +78,18 @@ class Keeper:
             if at_end and run.start.keep_end:
                 self._ends[slot] = mark
 
+    def wrote(self, slot: int, before: int, rows: int) -> None:
+        """A round took a slot from ``before`` rows to ``rows``: a checkpoint now and then, two of them at most.
+
+        A stop in the text can be many rounds behind: its first token is not sent either. A state goes back by two.
+        """
+        if before // APART == rows // APART:
+            return
+        marked, mark = self._answers[slot], self._caches[slot].mark()
+        if mark is not None:
+            self._residency.mark(slot, mark, instead=marked.pop(0) if len(marked) == 2 else 0)
+            marked.append(mark.rows)
+
     def end(self, slot: int, run: Sequence) -> None:
         """A run is over: its first ``run.rows`` rows stay; after a fault nothing does."""
         tokens = [*run.start.tokens, *run.answer][: run.rows]
@@ -83,8 +103,12 @@ class Keeper:
             self._residency.drop(slot)
 
     def work(self) -> bool:
-        """A piece of what is to be written. Whether there is more."""
-        return self._residency.work()
+        """A piece of what is to be written. Whether there is more. What fails is not written, and harms no run."""
+        try:
+            return self._residency.work()
+        except Exception as error:
+            complain(f"a prefix is not written: {type(error).__name__}")
+            return self.busy
 
     def messages(self) -> list[FromEngine]:
         """What is to be said of what is resident."""

@@ -26,6 +26,7 @@ from engine.models.cache import Cache
 from engine.models.registry import Model
 from engine.pieces import Vocabulary, vocabulary
 from engine.pipe import complain
+from engine.prefix import MARKS
 from engine.protocol import Config, Described, FromEngine, Loading, Ready, ToEngine, windows
 from engine.steps import CHECK_ROWS, Steps, measured
 from engine.weights.checkpoint import Checkpoint
@@ -133,16 +134,16 @@ def load(
     rows = windows(window, config.parallel, config.side_max_len)
     caches = _allocate(model, rows)
     bench = Bench(model, caches[0], window, device, progress)
-    check_ms = self_check(bench)
+    check_s = self_check(bench)
     grid = config.prefix_chunk
-    steps = Steps(grid, (config.safe_rows,)) if config.safe_rows else measured(grid, window, bench.step)
+    steps = Steps(grid, (config.safe_rows,)) if config.safe_rows else measured(grid, window, bench.step, bench.known)
     one_s = one_thread(bench, threads, device)
     costs = bench.rounds(ROUND_ROWS if config.speculate else 1)
     ready = Ready(
         config.epoch,
         load_s=time.perf_counter() - began,
         safe_rows=steps.most,
-        selfcheck_ms=check_ms,
+        selfcheck_ms=check_s * 1000,
         prefill_rate=bench.prefill_rate(min(steps.most, window)),
         decode_rate=bench.decode_rate(),
         file_bytes=checkpoint.file_bytes,
@@ -212,6 +213,8 @@ class Bench:
         self._model, self._cache, self._window, self._device = model, cache, window, device
         self._progress, self._steps = progress, 0
         self.rows = min(CHECK_ROWS, window)
+        self.known: dict[int, float] = {}
+        """The least seconds so far of steps at the window's begin, by their rows."""
 
     def logits(self, rows: int, start: int, draft: bool = False) -> Tensor:
         """Float32 logits ``[vocab]`` after ``rows`` rows of a fixed prompt put at ``start``, on the CPU.
@@ -233,19 +236,31 @@ class Bench:
         """Processors for the steps from here on."""
         self._model.use(threads)
 
+    def timed(self, rows: int, start: int, draft: bool = False) -> tuple[Tensor, float]:
+        """What ``logits`` gives, and the seconds it took."""
+        began = time.perf_counter()
+        logits = self.logits(rows, start, draft)
+        seconds = max(time.perf_counter() - began, 1e-9)
+        if not start and not draft:
+            self.known[rows] = min(seconds, self.known.get(rows, seconds))
+        return logits, seconds
+
     def step(self, rows: int, start: int, draft: bool = False) -> float:
         """Seconds of a step."""
-        began = time.perf_counter()
-        self.logits(rows, start, draft)
-        return max(time.perf_counter() - began, 1e-9)
+        return self.timed(rows, start, draft)[1]
 
     def decoded(self) -> list[Tensor]:
-        """Float32 logits ``[vocab]`` of decode steps near the window's begin, middle and end."""
-        return [self.logits(1, start) for start in (0, self._window // 2, self._window - 1)]
+        """Float32 logits ``[vocab]`` of a large round and of decode steps near the window's begin, middle and end.
+
+        The round comes first and at row 0: so each reads the same rows whenever this is called.
+        """
+        joint = self.logits(self._most(ROUND_ROWS), 0, True)
+        return [joint, *(self.logits(1, start) for start in (0, self._window // 2, self._window - 1))]
 
     def prefill_rate(self, rows: int) -> float:
-        """Rows a second in steps of so many at the window's begin: the better of two tries."""
-        return rows / min(self.step(rows, 0) for _ in range(2))
+        """Rows a second in steps of so many at the window's begin: the best of two tries or of more before."""
+        tries = 1 if rows in self.known else 2
+        return rows / min([self.step(rows, 0) for _ in range(tries)] + [self.known[rows]])
 
     def decode_rate(self) -> float:
         """Rows a second, one at a time."""
@@ -257,23 +272,25 @@ class Bench:
 
         The better of two tries each, near the window's begin: attention, which grows, is the same for all of them.
         """
-        room = max(1, min(most, self._model.alike, self._window))
+        room = self._most(most)
         start = min(self.rows, self._window - room)
         sizes = [1 << n for n in range(room.bit_length()) if 1 << n <= room]
         return {rows: 1000 * min(self.step(rows, start, True) for _ in range(2)) for rows in sizes}
 
+    def _most(self, most: int) -> int:
+        """Rows of the largest round, where ``most`` are wanted."""
+        return max(1, min(most, self._model.alike, self._window))
+
 
 def self_check(bench: Bench) -> float:
-    """Milliseconds of the second of two passes over a fixed prompt. Raises ``LoadFailed``: not finite, or not equal."""
+    """Seconds of the second of two passes over a fixed prompt. Raises ``LoadFailed``: not finite, or not equal."""
     first = bench.logits(bench.rows, 0)
-    began = time.perf_counter()
-    second = bench.logits(bench.rows, 0)
-    ms = (time.perf_counter() - began) * 1000
+    second, seconds = bench.timed(bench.rows, 0)
     if not bool(torch.isfinite(first).all()):
         raise LoadFailed("The self-check failed: the model's logits are not finite.", 4)
     if not torch.equal(first, second):
         raise LoadFailed("The self-check failed: the same prompt gave other logits the second time.", 4)
-    return ms
+    return seconds
 
 
 def one_thread(bench: Bench, threads: int, device: str) -> float:
@@ -312,7 +329,7 @@ def stand_still() -> None:
 def _window(config: Config, native: int, model: Model, device: str) -> int:
     free = memory.free(device)
     room = free - max(_LEAST_SPARE, free // 10)  # steps need room of their own
-    room -= model.state_bytes * config.parallel
+    room -= (model.state_bytes + _marks_bytes(model)) * config.parallel
     sides = config.parallel - 1, config.side_max_len
     window, cut = _fitting(config.max_len, native, model.kv_bytes_per_row, room, sides)
     if cut:
@@ -325,6 +342,11 @@ def _fitting(asked: int, native: int, per_row: int, room: int, sides: tuple[int,
         return memory.fit(asked, native, per_row, room, *sides)
     except memory.DoesNotFit as error:
         raise LoadFailed(str(error), 3) from None
+
+
+def _marks_bytes(model: Model) -> int:
+    """Bytes that the checkpoints of one slot can come to. Each is one of the two states that take ``state_bytes``."""
+    return MARKS * model.state_bytes // 2
 
 
 def _cache_bytes(model: Model, rows: list[int]) -> int:

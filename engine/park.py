@@ -40,19 +40,22 @@ class Park:
         """Bytes of all that is parked."""
         return sum(parked.nbytes for parked in self._parked.values())
 
-    def room(self, nbytes: int) -> bool:
-        """Let so many go that ``nbytes`` fit. False, and none goes: that is more than may ever be here."""
+    def room(self, nbytes: int, prefix: Prefix | None = None) -> bool:
+        """Let so many go that ``nbytes`` fit. False, and none goes: that is more than may ever be here.
+
+        ``prefix``: what comes; those it goes on from go first, as their place is its own.
+        """
         if nbytes > self.limit:
             return False
+        if prefix is not None:
+            self._outgrown(prefix)
         while self.nbytes + nbytes > self.limit:
             del self._parked[next(iter(self._parked))]
         return True
 
     def add(self, prefix: Prefix, rows: dict[str, Tensor]) -> Parked:
         """Park it, in place of those it goes on from. There is room."""
-        for old in self:
-            if len(old.prefix.tokens) == shared(old.prefix.tokens, prefix.tokens):
-                self.take(old)
+        self._outgrown(prefix)
         parked = Parked(self._numbers, prefix, rows)
         self._numbers += 1
         self._parked[parked.number] = parked
@@ -75,3 +78,9 @@ class Park:
     def take(self, parked: Parked) -> None:
         """It is here no more."""
         del self._parked[parked.number]
+
+    def _outgrown(self, prefix: Prefix) -> None:
+        """Those that ``prefix`` goes on from are of no use beside it."""
+        for old in self:
+            if len(old.prefix.tokens) == shared(old.prefix.tokens, prefix.tokens):
+                self.take(old)

@@ -119,10 +119,14 @@ class Residency:
         self._release(slot, rows)
         self._changed = True
 
-    def mark(self, slot: int, mark: Mark | None) -> None:
-        """A checkpoint of the slot's run, whose rows up to it are computed. None is none."""
+    def mark(self, slot: int, mark: Mark | None, instead: int = 0) -> None:
+        """A checkpoint of the slot's run, whose rows up to it are computed, ``instead`` of that so many rows behind.
+
+        None is none.
+        """
         if mark is not None:
-            self._slots[slot].marks = with_mark(self._slots[slot].marks, mark)
+            left = [old for old in self._slots[slot].marks if old.rows != instead]
+            self._slots[slot].marks = with_mark(left, mark)
 
     def end(self, slot: int, tokens: list[int], hashes: Sequence[bytes]) -> None:
         """The run in ``slot`` is over: these tokens' rows stay. ``hashes``: of its prompt."""
@@ -144,15 +148,21 @@ class Residency:
         self._changed = True
 
     def work(self) -> bool:
-        """A piece of what is to be written. Whether there is more."""
+        """A piece of what is to be written. Whether there is more. What raises is not tried again."""
         if not self._writing:
             return False
         writing = self._writing[0]
         if not writing.begun:
             writing.begun = True
             self._said.append(OwnWork(self._epoch, "disk write", True))
-        if next(writing.pieces, writing) is writing:
+        try:
+            over = next(writing.pieces, writing) is writing
+        except Exception:
             self._over(writing)
+            raise
+        if over:
+            self._over(writing)
+            self._plan(writing.slot, writing.rows)
         return bool(self._writing)
 
     def messages(self) -> list[FromEngine]:
@@ -219,20 +229,23 @@ class Residency:
             return
         size = rows * sum(tensor.nbytes for tensor in cache.copy(0, 1).values())
         for kept in (marks, marks[-1:]):
-            if self._park.room(size + sum(mark.nbytes for mark in kept)):
+            if self._park.room(size + sum(mark.nbytes for mark in kept), held):
                 self._said.append(OwnWork(self._epoch, "park copy", True))
-                copies = {name: tensor.cpu() for name, tensor in cache.copy(0, rows).items()}
-                self._park.add(Prefix(list(held.tokens), list(held.hashes), [_on_host(mark) for mark in kept]), copies)
-                self._said.append(OwnWork(self._epoch, "park copy", False))
+                try:
+                    copies = {name: tensor.cpu() for name, tensor in cache.copy(0, rows).items()}
+                    copied = [_on_host(mark) for mark in kept]
+                finally:
+                    self._said.append(OwnWork(self._epoch, "park copy", False))
+                self._park.add(Prefix(list(held.tokens), list(held.hashes), copied), copies)
                 return
 
-    def _plan(self, slot: int) -> None:
-        """Have the files written that the slot's prefix is worth."""
+    def _plan(self, slot: int, behind: int = 0) -> None:
+        """Have the files written that the slot's prefix is worth, where that are more than ``behind`` rows."""
         cache, held = self._caches[slot], self._slots[slot]
         if self._disk is None or cache is None or any(writing.slot == slot for writing in self._writing):
             return
         rows = self._disk.missing(held)
-        if rows:
+        if rows > behind:
             prefix = Prefix(held.tokens[:rows], list(held.hashes), list(held.marks))
             self._writing.append(Writing(slot, rows, self._disk.save(prefix, cache)))
 

@@ -65,6 +65,11 @@ class Slots:
         self._had = [False] * count  # a round, since the last prefill step
         self._starts = 0
 
+    @property
+    def live(self) -> bool:
+        """A run is in some slot."""
+        return any(run is not None for run in self._runs)
+
     def handle(self, message: Start | Seen | Cancel) -> list[FromEngine]:
         """Take a message in; what is to be said at once. Another epoch's is dropped, one of an unknown run ignored."""
         if message.epoch != self._epoch:

@@ -9,13 +9,19 @@ Knows rows and seconds; the caller has the clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 STEP_S = 0.5
 """Seconds a step may take."""
 
 CHECK_ROWS = 64
 """Rows of the first timed step."""
+
+DEEP = 4096
+"""Rows before the deepest timed step: attention grows in proportion, and at a long window's end it takes seconds."""
+
+LIKELY = 1.25
+"""No step is tried that would be expected to take so many times what it may."""
 
 
 class Steps:
@@ -34,37 +40,52 @@ class Steps:
         return max(self.blocks)
 
 
-def measured(grid: int, window: int, seconds: Callable[[int, int], float]) -> Steps:
-    """Choose the sizes. ``seconds(rows, start)`` times a step.
+def measured(
+    grid: int, window: int, seconds: Callable[[int, int], float], known: Mapping[int, float] | None = None
+) -> Steps:
+    """Choose the sizes. ``seconds(rows, start)`` times a step; ``known``: what some take at the begin, by their rows.
 
     A step's time is that of the same step at the window's begin and, for each row of it, a share that grows with the
-    rows before: attention. The share is taken from one size at both ends of the window.
+    rows before: attention. The share is taken from one size at the begin and far into the window.
     """
-    begin = _at_begin(grid, window, lambda rows: seconds(rows, 0))
+    begin = _at_begin(grid, window, lambda rows: seconds(rows, 0), dict(known or {}))
     first = min(begin)
-    depth = window - first
+    depth = min(window - first, DEEP)
     share = max(0.0, seconds(first, depth) - begin[first]) / (first * depth) if depth else 0.0
     last = (window - 1) // grid
     return Steps(grid, tuple(_fitting(grid, begin, share * min((i + 1) * grid, window)) for i in range(last + 1)))
 
 
-def _at_begin(grid: int, window: int, seconds: Callable[[int], float]) -> dict[int, float]:
+def _at_begin(grid: int, window: int, seconds: Callable[[int], float], known: dict[int, float]) -> dict[int, float]:
     """Seconds of steps at the window's begin, from ``CHECK_ROWS`` up to the first that takes too long.
 
-    A row never costs more in a larger step, so the time so far, scaled up, bounds the next larger one's: none is tried
-    that could take longer than twice what it may. One that was too slow is timed again: a busy neighbour is no reason
-    for small steps.
+    None is tried that could take longer than twice what it may, or would be expected to take much longer than it may.
+    One that was too slow is timed again: a busy neighbour is no reason for small steps.
     """
     divisors = [rows for rows in range(1, grid + 1) if grid % rows == 0 and rows <= window]
     rows = max(rows for rows in divisors if rows <= CHECK_ROWS)
-    times = {rows: seconds(rows)}
+    times = {rows: known.get(rows) or seconds(rows)}
     for more in (more for more in divisors if more > rows):
         if times[rows] > STEP_S or times[rows] * more > 2 * STEP_S * rows:
+            break
+        if _expected(times, more) > LIKELY * STEP_S:
             break
         taken = seconds(more)
         times[more] = min(taken, seconds(more)) if taken > STEP_S else taken
         rows = more
     return times
+
+
+def _expected(times: dict[int, float], more: int) -> float:
+    """Seconds of a step of ``more`` rows, on the line through the two largest; 0 where there is one. Noise may tilt it.
+
+    In proportion to the largest it would take at most so long: a row never costs more in a larger step.
+    """
+    if len(times) < 2:
+        return 0.0
+    less, rows = sorted(times)[-2:]
+    steep = max(0.0, times[rows] - times[less]) / (rows - less)
+    return min(times[rows] * more / rows, times[rows] + steep * (more - rows))
 
 
 def _fitting(grid: int, begin: dict[int, float], per_row: float) -> int:

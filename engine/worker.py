@@ -38,6 +38,9 @@ from engine.threads import Threads
 from engine.weights.checkpoint import Checkpoint, open_checkpoint
 from engine.weights.errors import CheckpointError
 
+SOON_S = 0.005
+"""Seconds in which the text of a round is judged, mostly: so long the engine waits before it does other things."""
+
 
 class Engine:
     """The loop over safe points: read what arrived, commit what may be, compute one step.
@@ -55,7 +58,7 @@ class Engine:
         self._drafting = drafting or drafting_for(config, loaded, self._most)
         self._threads = Threads(loaded.ready.threads, loaded.one_s)
         self._using = loaded.ready.threads
-        self._waiting = False  # nothing to compute: the next safe point waits for a message
+        self._wait: float | None = 0.0  # how long the next safe point waits for a message; None: for ever
         tell_of_graphs(loaded.model, config.epoch, line)
 
     def run(self) -> NoReturn:
@@ -65,18 +68,26 @@ class Engine:
 
     def turn(self) -> None:
         """One safe point and at most one step."""
-        messages = self._line.take(None if self._waiting else 0.0)
+        messages = self._line.take(self._wait)
         with torch.inference_mode():
             for message in messages:
                 self._take_in(message)
             self._say(self._slots.settle())
             turn = self._slots.turn(self._most)
-            self._waiting = not turn and not self._keeper.work()
+            self._wait = 0.0 if turn else self._idle()
             self._say(self._keeper.messages())
             if turn and turn[0][1].step is Step.PREFILL:
                 self._read(*turn[0])
             elif turn:
                 self._round(turn)
+
+    def _idle(self) -> float | None:
+        """Nothing is to be computed: write a piece, but not where a run's next message is about to come."""
+        if not self._keeper.busy:
+            return None
+        if self._slots.live and self._wait != SOON_S:
+            return SOON_S
+        return 0.0 if self._keeper.work() else None
 
     def _take_in(self, message: ToEngine) -> None:
         if isinstance(message, Measure):
@@ -172,6 +183,7 @@ class Engine:
         path = walk(run, logits, draft, self._before)
         if run.answer:
             self._loaded.caches[part.slot].keep(part.start, path)
+            self._keeper.wrote(part.slot, part.start, part.start + len(path))
         self._drafting.came(draft, run.written)
         ending = "stop" if run.finished else ""
         run.close(_ms_since(began), ending, drafted=len(draft), accepted=len(path) - 1, shared=shared)

@@ -1,4 +1,4 @@
-"""The ``tandem`` command: ``serve``, ``doctor``, ``replay`` and ``table``."""
+"""The ``tandem`` command: ``serve``, ``doctor``, ``replay``, ``simulate`` and ``table``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.weights.embedded import embedded_model
 from pipeline import __version__
 from pipeline.replay import replay as replay_trace
 from pipeline.settings import Settings, failpoints, settings_options
+from pipeline.simulate_cli import command as simulate_command
 from pipeline.table import printed
 from pipeline.trace import TraceError
 
@@ -141,6 +142,8 @@ def stop_on_signals(runner: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked)
 
+
+main.add_command(simulate_command)
 
 if __name__ == "__main__":
     main()

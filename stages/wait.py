@@ -1,8 +1,15 @@
-"""The sentences a waiting client reads (row L1), without the colon of a comment line, and when they are due."""
+"""The sentences a waiting client reads (row L1), when they are due, and the estimate they give (rows L2, L3).
+
+The estimate knows prompts by their length and requests by their kind. What a request will write it does not know: it
+asks those of its kind that have ended. How good it is on real traffic says ``docs/estimates.md``.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+
+import msgspec
 
 
 def waiting_line(position: int, waited: float, loading: bool, estimate: float | None = None) -> str:
@@ -32,3 +39,148 @@ def next_line_at(start: float, now: float, every: float) -> float:
     while start + count * every <= now:  # the quotient may round down: a line is never due twice
         count += 1
     return start + count * every
+
+
+# -- the estimate (rows L2, L3) ----------------------------------------------------------------------------------------
+
+KEPT = 512
+"""Ended requests of a kind that are remembered."""
+FEW = 8
+"""With fewer than so many to judge by nothing is said."""
+RECENT = 32
+"""Ended requests the rates are taken from."""
+SURE = 8
+"""Tokens or rows from which on a run's own rate says more than the recent one."""
+HOLDER = 75
+"""The percentile of what ended requests wrote beyond the holder's count."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What is remembered of a request that came to its own end. ``kind``: thinking or not; ``rows``: those it read."""
+
+    kind: str
+    written: int
+    ran: float
+    rows: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class History(msgspec.Struct, frozen=True):
+    """Ended requests: the last ``KEPT`` of each kind, and the last few of all of them. Fed by ends alone."""
+
+    kinds: dict[str, tuple[Ended, ...]] = {}
+    recent: tuple[Ended, ...] = ()
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Prompt rows and answer tokens a second; 0: not known."""
+
+    prefill: float
+    decode: float
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who has a slot. ``rows``: those of its prompt that had to be read, ``unread`` those that still have to.
+
+    ``most``: tokens it may write; ``ran``: seconds since it was admitted; rates are its own, 0: none yet.
+    """
+
+    kind: str
+    rows: int
+    unread: int
+    written: int
+    most: int
+    ran: float
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Waiter(msgspec.Struct, frozen=True):
+    """Who waits. ``rows``: those of its prompt that nobody holds for it; ``slots``: those it may take."""
+
+    kind: str
+    rows: int
+    most: int
+    slots: tuple[int, ...] = (0,)
+
+
+def remembered(history: History, end: Ended) -> History:
+    """The history with one more end."""
+    of_kind = (*history.kinds.get(end.kind, ()), end)[-KEPT:]
+    return History({**history.kinds, end.kind: of_kind}, (*history.recent, end)[-RECENT:])
+
+
+def nearest_rank(values: Sequence[float], percent: float) -> float:
+    """The percentile by nearest rank: the least value that so many percent of all are not above."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+
+
+def recent_rates(history: History, checked: Rates) -> Rates:
+    """What the last ended requests were served at; before the first of them, the self-check's."""
+    return Rates(
+        _rate([(end.rows, end.prefill_s) for end in history.recent]) or checked.prefill,
+        _rate([(end.written, end.decode_s) for end in history.recent]) or checked.decode,
+    )
+
+
+def holder_left(holder: Holder, history: History, rates: Rates) -> float | None:
+    """Seconds until it lets go of its slot; None: nothing can be said."""
+    ended = history.kinds.get(holder.kind, ())
+    beyond = [end.written - holder.written for end in ended if end.written > holder.written]
+    prefill, decode = holder.prefill or rates.prefill, holder.decode or rates.decode
+    if len(ended) < FEW or len(beyond) < FEW or not prefill or not decode:
+        return _left_by_time(holder.ran, history)
+    tokens = min(nearest_rank(beyond, HOLDER), max(holder.most - holder.written, 0))
+    return holder.unread / prefill + tokens / decode
+
+
+def waiter_takes(waiter: Waiter, history: History, rates: Rates) -> float | None:
+    """Seconds a waiter will hold a slot for, typically; None: nothing can be said."""
+    ended = history.kinds.get(waiter.kind, ())
+    if len(ended) < FEW or not rates.prefill or not rates.decode:
+        return None
+    tokens = min(nearest_rank([end.written for end in ended], 50), waiter.most)
+    return waiter.rows / rates.prefill + tokens / rates.decode
+
+
+def wait_left(
+    holders: Sequence[Holder | None],
+    ahead: Sequence[Waiter],
+    slots: Sequence[int],
+    history: History,
+    checked: Rates,
+) -> float | None:
+    """Seconds until one who may take ``slots`` gets one, behind the holders (None: a free slot) and those ``ahead``.
+
+    List scheduling: in their order the waiters take the slot of theirs that is free first.
+    """
+    rates = recent_rates(history, checked)
+    free = [0.0 if holder is None else holder_left(holder, history, rates) for holder in holders]
+    for waiter in ahead:
+        at, takes = _first(free, waiter.slots), waiter_takes(waiter, history, rates)
+        if at is None or takes is None:
+            return None
+        free[at] = (free[at] or 0.0) + takes
+    at = _first(free, slots)
+    return None if at is None else free[at]
+
+
+def _first(free: Sequence[float | None], slots: Sequence[int]) -> int | None:
+    """The slot that is free first; None when that cannot be said of all of them."""
+    times = [(free[slot], slot) for slot in slots]
+    known = [(time, slot) for time, slot in times if time is not None]
+    return min(known)[1] if known and len(known) == len(times) else None
+
+
+def _left_by_time(ran: float, history: History) -> float | None:
+    """The median time left over requests of any kind that had run as long."""
+    left = [end.ran - ran for kind in sorted(history.kinds) for end in history.kinds[kind] if end.ran > ran]
+    return nearest_rank(left, 50) if len(left) >= FEW else None
+
+
+def _rate(parts: Sequence[tuple[int, float]]) -> float:
+    """Of amounts and their seconds; 0 where there is too little of either."""
+    amount, seconds = sum(part[0] for part in parts), sum(part[1] for part in parts)
+    return amount / seconds if amount >= SURE and seconds > 0 else 0.0

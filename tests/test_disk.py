@@ -296,3 +296,37 @@ def test_a_restarted_engine_resumes_from_files(tmp_path: Path, recurrent: bool) 
         while keeps.work():
             assert keeps.busy
         assert len(folder.files()) == 5
+
+
+@both
+def test_what_grew_while_files_were_written_is_written_too(tmp_path: Path, recurrent: bool) -> None:
+    """G2: a run that ends while the files of its begin are under way: no next run is needed to write the rest."""
+    folder = Folder(tmp_path, recurrent)
+    keeps = Residency(3, 1, GRID, 0, folder.disk, recurrent=recurrent)
+    tokens = list(range(33))
+    at = 0
+    for rows in (17, 33):
+        assert keeps.begin(0, folder.cache, tokens[:rows], []).rows == at
+        while at < rows:
+            stop = min((at // GRID + 1) * GRID, rows)
+            write(folder.cache, at, tokens[at:stop])
+            keeps.mark(0, folder.cache.mark())
+            at = stop
+        keeps.end(0, tokens[:rows], [])
+        assert keeps.work()
+    while keeps.work():
+        pass
+    assert len(folder.files()) == 8
+
+
+@both
+def test_what_finds_no_room_is_not_tried_for_ever(tmp_path: Path, recurrent: bool) -> None:
+    """G2: files that do not fit are left out, and then there is no more work."""
+    folder = Folder(tmp_path, recurrent, limit=1)
+    keeps = Residency(3, 1, GRID, 0, folder.disk, recurrent=recurrent)
+    keeps.begin(0, folder.cache, list(range(9)), [])
+    for at in range(0, 8, GRID):
+        write(folder.cache, at, list(range(at, at + GRID)))
+        keeps.mark(0, folder.cache.mark())
+    keeps.end(0, list(range(8)), [])
+    assert not any(keeps.work() for _ in range(9)) and not folder.files()

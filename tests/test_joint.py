@@ -20,6 +20,7 @@ from engine.models.batch import Rows
 from engine.protocol import Config, Ended, Sampling, Seen, Start, TokenLogprob, Tokens
 from engine.speculate.draft import Draft, from_branches
 from engine.speculate.shape import Shapes
+from engine.threads import Threads
 from engine.weights.checkpoint import open_checkpoint
 from engine.worker import Engine
 from tests import hybrids
@@ -116,6 +117,24 @@ def test_steps_of_a_prompt_and_rounds_take_turns() -> None:
     assert sum(kinds[:10]) == 5 and all(one != other for one, other in pairwise(kinds[:10]))
 
 
+@pytest.mark.parametrize("speculate", [True, False])
+def test_company_is_no_busy_neighbour(speculate: bool) -> None:
+    """M6, F8: a joint step may take as long as its rows cost; without drafts nobody measured them, and it may too."""
+    config = msgspec.structs.replace(FAKE, speculate=speculate)
+    bench = Bench(parallel=4, config=config)
+    costs = {1: 10.0, 4: 30.0, 32: 240.0}
+    if speculate:
+        bench.engine._drafting = Drafting(Shapes(costs, learned=False), 32, lambda *_: Repeating(), True)
+    threads = bench.engine._threads = Threads(2, 0.01)
+    for _ in range(9):
+        threads.took(0.03 / bench.engine._drafting.dearer(4))
+    assert threads.count == 2
+    bench.engine._drafting.stop()
+    for _ in range(9):
+        threads.took(0.03 / bench.engine._drafting.dearer(4))
+    assert threads.count == 2
+
+
 def test_a_fault_in_a_joint_step_ends_its_run_alone() -> None:
     """F6, I6: the others' rows are computed again, and their answers are what they are alone."""
     bench = Bench(parallel=3, made=lambda *_, **__: Noting())
@@ -186,6 +205,28 @@ def test_a_hybrid_model_answers_together_as_alone(tmp_path: Path, mtp: bool) -> 
     expected = {start.run: driven(*plain, msgspec.structs.replace(start, slot=0))[start.run] for start in starts}
     assert driven(*engine, *starts) == expected
     assert sum(m.drafted for m in engine[1].said if isinstance(m, Ended)) > 0
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_a_joint_step_that_failed_is_computed_again(tmp_path: Path, mtp: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F6, F8: where states were led on before it failed, nobody's answer is another: each run is tried alone."""
+    path = hybrids.save(hybrids.reference(), tmp_path, mtp=mtp)
+    plain, engine = made(path, 1, False), made(path, 2, True, layer_drafts if mtp else forced())
+    starts = [asked(slot, prompt=20 + 3 * slot, max_tokens=16, logprobs=1) for slot in range(2)]
+    expected = {start.run: driven(*plain, msgspec.structs.replace(start, slot=0))[start.run] for start in starts}
+    model, failed = engine[0]._loaded.model, []
+    forward = model.forward
+
+    def failing(parts: list[Rows]) -> Tensor:
+        logits = forward(parts)
+        if len(parts) > 1:
+            failed.append(len(parts))
+            if len(failed) % 2:
+                raise RuntimeError
+        return logits
+
+    monkeypatch.setattr(model, "forward", failing)
+    assert driven(*engine, *starts) == expected and len(failed) > 2
 
 
 def layer_drafts(loaded: Loaded) -> Drafting:

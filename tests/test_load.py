@@ -16,6 +16,7 @@ import torch
 from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.load import LoadFailed, device_for, load, processors, throttled
+from engine.prefix import MARKS
 from engine.protocol import Config, Described, FromEngine, Loading
 from tests.checkpoints import tokenizer
 from tests.fake_engine import FakeCache, FakeModel, build, checkpoint
@@ -63,7 +64,7 @@ def test_it_describes_before_it_reads_and_measures_after() -> None:
     ready = got.ready
     assert ready.selfcheck_ms > 0 and ready.prefill_rate > 0 and ready.decode_rate > 0 and ready.load_s > 0
     assert ready.kv_bytes == 96 * 8 and ready.weights_bytes == 1000 and ready.rss_bytes > 0 and ready.device == "cpu"
-    assert got.model.steps[:2] == [(64, 0), (64, 0)]
+    assert got.model.steps[:3] == [(64, 0), (64, 0), (64, 32)]  # what the check took is not timed again
 
 
 def test_it_describes_what_each_id_writes(tmp_path: Path) -> None:
@@ -123,6 +124,22 @@ def test_the_models_own_window_is_cut_and_described_again(
     assert loaded(line).window == 64
     assert [m.window for m in line.said if isinstance(m, Described)] == [96, 64]
     assert "cut to 64" in capsys.readouterr().err
+
+
+def test_checkpoints_have_their_room_beside_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I6, M7: what a slot's checkpoints may grow into is no room for rows: of each half of ``state_bytes``."""
+
+    class Stated(FakeModel):
+        state_bytes = 400
+
+    room = 2 * (400 + MARKS * 200 + 64 * 8)
+    for less, window in ((0, 64), (16, None)):
+        monkeypatch.setattr(memory, "free", lambda device, less=less: (256 << 20) + room - less)
+        if window:
+            assert loaded(parallel=2, model=lambda *_, **__: Stated()).window == window
+        else:
+            with pytest.raises(LoadFailed, match="not even 64"):
+                loaded(parallel=2, model=lambda *_, **__: Stated())
 
 
 def test_kv_that_cannot_be_allocated_is_told_with_its_size() -> None:
@@ -198,7 +215,13 @@ def test_decode_may_fall_to_one_thread_only_where_that_changes_no_bit() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             return super().forward(*args, **kwargs) + torch.get_num_threads() * 1e-3
 
+    class Joined(FakeModel):
+        def forward(self, parts: Any) -> torch.Tensor:
+            more = torch.get_num_threads() * 1e-3 if len(parts[0].tokens) > 1 else 0.0
+            return super().forward(parts) + more
+
     assert loaded(threads=2).one_s > 0 and torch.get_num_threads() == 2
+    assert loaded(threads=2, model=lambda *a, **k: Joined()).one_s == 0  # rounds have several rows
     assert loaded(threads=2, model=lambda *a, **k: Cut()).one_s == 0 and torch.get_num_threads() == 2
     assert loaded(threads=1).one_s == 0
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.models import registry
+from engine.models.batch import Rows
 from engine.models.loading import Loader
+from engine.native import build as native
 from engine.native import lib
 from engine.native.matrix import fresh
 from engine.native.packed import Packed
@@ -80,6 +82,22 @@ def test_progress_counts_bytes_up_to_the_file(tmp_path: Path) -> None:
     assert len(said) == len(checkpoint.names()) and done == sorted(done)
     assert {(what, total) for what, _, total in said} == {("weights", checkpoint.file_bytes)}
     assert 0.5 * checkpoint.file_bytes < done[-1] <= checkpoint.file_bytes
+
+
+def test_a_model_without_the_native_library_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """N5: no compiler: one plain line in the log, and the model runs in torch."""
+    monkeypatch.setattr(native, "_opened", [native.Native(None, "There is no C++ compiler: install g++.")])
+    lib.kernels.cache_clear()
+    try:
+        made = build(open_checkpoint(write_gguf(tmp_path / "tiny.gguf", KINDS)))
+        cache = made.new_cache(8)
+        assert made.path == "torch cpu" and bool(made.forward([Rows(cache, [1, 2], 0)]).isfinite().all())
+    finally:
+        lib.kernels.cache_clear()
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["Steps run in torch, not in the native library: There is no C++ compiler: install g++."]
 
 
 def test_packed_weights_are_known_by_their_rows(tmp_path: Path) -> None:

@@ -107,3 +107,9 @@ def test_what_attention_cannot_read_is_refused() -> None:
     cache = KV(1, 1, 4, 16, torch.float32, CPU)
     with pytest.raises(ValueError, match="float16 or float32"):
         blocks.attend(random(1, 1, 16), random(2, 4, 16).bfloat16(), Rows(cache, [0], 0), 1.0)
+    for heads, tokens, start in ((1, 1, 4), (1, 2, 3), (1, 1, -1), (1, 2, 0)):
+        with pytest.raises(ValueError, match="do not fit"):
+            n = 1 if (tokens, start) == (2, 0) else tokens
+            blocks.attend(random(n, heads, 16), random(2, 4, 16), Rows(cache, [0] * tokens, start), 1.0)
+    with pytest.raises(ValueError, match="do not fit"):
+        blocks.attend(random(1, 3, 16), random(4, 4, 16), Rows(cache, [0], 0), 1.0)

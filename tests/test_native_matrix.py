@@ -106,6 +106,32 @@ def test_extreme_activations() -> None:
     assert torch.allclose(form(x).double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_stays_so(kind: str, bad: float) -> None:
+    """F8: a row with one such activation has no finite product, wherever it stands; the rows beside it keep theirs."""
+    x, form = activations(5, 512), made(kind)
+    expected = form(x)
+    for col in (0, 17, 31, 511):
+        spoiled = x.clone()
+        spoiled[2, col] = bad
+        got = form(spoiled)
+        assert not got[2].isfinite().any()
+        assert torch.equal(got[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+
+
+def test_what_lies_outside_is_refused() -> None:
+    """N3: rows that there are not, and activations of another width, are never read from memory."""
+    form = made("Q4_1")
+    for ids in ([100], [0, -1], [1 << 40]):
+        with pytest.raises(IndexError, match="row"):
+            form.gather(torch.tensor(ids))
+    assert form.gather(torch.tensor([], dtype=torch.int64)).shape == (0, 512)
+    for shape in ((2, 480), (2, 544), (512,)):
+        with pytest.raises(ValueError, match="512 columns"):
+            form(torch.zeros(shape))
+
+
 def test_what_does_not_fit_is_left_to_torch() -> None:
     """N3: columns that are no multiple of 32."""
     assert matrix.matrix(Stored("F32", 4, 40, torch.zeros(4, 160, dtype=torch.uint8))) is None

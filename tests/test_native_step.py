@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.models.batch import Rows
 from engine.models.cache import KV
 from engine.models.dense import Decoder, Layer
 from engine.native import build, lib, step
+from engine.sampling import LogitsNotFinite, highest
 from engine.weights.checkpoint import open_checkpoint
 from engine.weights.config import Config
 from engine.weights.embedded import embedded_model
@@ -108,6 +110,28 @@ def test_the_native_step_with_quantised_weights(shape: str) -> None:
     expected, _ = whole(model(shape, exact=True), ids)
     got, _ = whole(model(shape), ids)
     assert float((got - expected).norm() / expected.norm()) < 0.06
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F32"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_reaches_the_logits(kind: str, bad: float) -> None:
+    """F8: rounding to eight bits and a softmax's maximum hide nothing that went wrong before: the run ends by it."""
+    for spoiled in ("attn_norm", "ffn_norm", "norm", "values"):
+        made = model("llama", kind)
+        _, cache = whole(made, tokens(5))
+        if spoiled == "norm":
+            made._norm[3] = bad
+        elif spoiled == "values":
+            cache.all[0, 3, 1, 2] = bad
+        else:
+            getattr(made._layers[0], spoiled)[3] = bad
+        with pytest.raises(LogitsNotFinite):
+            highest(made.forward([Rows(cache, [7], 5)])[0].numpy())
+    made = model("llama", kind)
+    _, cache = whole(made, tokens(5))
+    cache.all[0, 0, 1, 2] = math.nan  # a key; an infinite one may rightly be seen by nobody
+    with pytest.raises(LogitsNotFinite):
+        highest(made.forward([Rows(cache, [7], 5)])[0].numpy())
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "F32"])

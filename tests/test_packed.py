@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import tempfile
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_a_file_of_something_else(tmp_path: Path, content: bytes) -> None:
     file_of(tmp_path).write_bytes(content)
     assert not any(packs(tmp_path).values())
     assert all(packs(tmp_path).values())
+
+
+def test_a_damaged_length_is_not_believed() -> None:
+    """N5: four bytes that say 4 GiB are no reason to read so much of a large file into memory."""
+
+    class Large(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size is not None and 0 <= size <= 64 << 20
+            return super().read(size)
+
+    with pytest.raises(ValueError):
+        packed.read_header(Large(b"TANDEMPK" + b"\xff" * 1000))
 
 
 def test_another_checkpoint_reads_nothing_of_it(tmp_path: Path) -> None:

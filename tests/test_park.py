@@ -56,6 +56,16 @@ def test_what_a_conversation_grew_out_of_goes() -> None:
     assert held(park) == [[1, 3], [1, 2, 4]]
 
 
+def test_what_grows_costs_nobody_else_a_place() -> None:
+    """G2: its own begin makes room for it before another conversation does."""
+    park = Park(5 * 8)
+    for tokens in ([5, 6], [1, 2], [1, 2, 4]):
+        prefix = Prefix(tokens, [])
+        assert park.room(8 * len(tokens), prefix)
+        park.add(prefix, {"rows": torch.tensor(tokens)})
+    assert held(park) == [[5, 6], [1, 2, 4]]
+
+
 def test_the_longest_part_wins_and_at_a_tie_the_last_used() -> None:
     """G2: of all that share something."""
     park = Park(1000)

@@ -359,3 +359,18 @@ def test_the_fake_is_no_help() -> None:
         cache.tokens[1] = 7
         assert not holds(cache, [1, 2, 3])
     assert torch.equal(cache.mark().tensors["state"], cache.state)  # type: ignore[union-attr]
+
+
+def test_a_copy_that_fails_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N4, G2: what is said to have begun is said to be over, also where memory for it is not there."""
+    (slot,) = engine(False)
+    slot.run(list(range(20)))
+
+    def full(*_: int) -> dict[str, torch.Tensor]:
+        raise RuntimeError
+
+    real = slot.cache.copy
+    monkeypatch.setattr(slot.cache, "copy", lambda first, stop: full() if stop > 1 else real(first, stop))
+    with pytest.raises(RuntimeError):
+        slot.begin(list(range(30, 40)))
+    assert [m.begun for m in slot.keeps.messages() if isinstance(m, OwnWork)] == [True, False]

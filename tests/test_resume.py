@@ -24,6 +24,7 @@ from engine.protocol import (
     Start,
     Tokens,
 )
+from engine.worker import SOON_S
 from tests import hybrids
 from tests.checkpoints import write_gguf
 from tests.fake_engine import POISON, FakeModel, StateModel
@@ -142,6 +143,33 @@ def test_a_stop_found_in_the_text_leaves_what_was_sent(model: Any, keep: int | N
         assert resumed(one, 2) == [(ended.kept, "slot")]
     else:  # a state goes back into the round before, or to the prompt's end
         assert resumed(one, 2) == [(20, "slot")]
+
+
+@MODELS
+@pytest.mark.parametrize("rows", [88, 70, 64, 63])
+def test_a_stop_many_rounds_behind_costs_few_rows(model: Any, rows: int) -> None:
+    """G5: a stop of many tokens: a state goes on from the answer's last checkpoint before it, not from the prompt."""
+    one = bench(model, drafts=False)
+    first = asked(1, prompt(3, 20), 75)
+    one.line.inbox.append(first)
+    while sum(len(m.ids) for m in one.said if isinstance(m, Tokens)) < 70:
+        one.turns(1, ack=True)
+    answer = [token for m in one.said if isinstance(m, Tokens) for token in m.ids]
+    one.turns(1, Cancel(1, 1, rows - 20))
+    second = asked(2, [*first.tokens, *answer[: rows - 20], 9], 4)
+    assert one.answer(second) == fresh(model, second)
+    there = {88: 88, 70: 64, 64: 64, 63: 20}[rows]
+    assert resumed(one, 2) == [(rows if model is Dense else there, "slot")]
+
+
+@MODELS
+def test_checkpoints_of_an_answer_are_two(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """G5: and a prompt's stay beside them."""
+    monkeypatch.setattr("engine.keeper.APART", 8)
+    one = bench(model, drafts=False)
+    one.answer(asked(1, prompt(3, 40), 45))
+    marks = one.engine._keeper._residency._slots[0].marks
+    assert [mark.rows for mark in marks] == ([] if model is Dense else [16, 32, 40, 72, 80])
 
 
 @MODELS
@@ -274,6 +302,60 @@ def test_a_folder_that_cannot_be_used_is_said_and_missed(capsys: pytest.CaptureF
     one = Bench(config=config)
     assert len(one.answer(asked(1, prompt(1, 20)))) == 8
     assert "No prefix is kept in files: FileNotFoundError." in capsys.readouterr().err
+
+
+def test_a_round_is_not_kept_waiting_by_a_file(tmp_path: Path) -> None:
+    """L6, G2: between two rounds nothing is written while a message is about to come; where none does, it is."""
+    weights = tmp_path / "fake"
+    weights.write_bytes(b"weights")
+    more = {"model": str(weights), "data_dir": str(tmp_path), "disk_cache_bytes": 1 << 20}
+    one = Bench(config=msgspec.structs.replace(PARKING, **more), made=lambda *_, **__: Dense())  # type: ignore[arg-type]
+    waits: list[float | None] = []
+    take = one.line.take
+
+    def noting(timeout: float | None) -> list[Any]:
+        waits.append(timeout)
+        return take(timeout)
+
+    one.line.take = noting  # type: ignore[method-assign]
+    first = asked(1, prompt(6, 40), 4)
+    one.answer(first)
+    assert waits[-1] is None
+    for file in tmp_path.glob("prefixes/*"):
+        file.unlink()
+    one.engine._keeper._residency._disk._files.clear()  # type: ignore[union-attr]
+    said = one.turns(20, asked(2, [*first.tokens, *prompt(7, 20)], 9))  # its begin has something to write
+    assert len([m for m in said if isinstance(m, Tokens)]) == 1 and not one.engine._keeper.busy
+    pieces = waits[waits.index(SOON_S) :]
+    pieces = pieces[: pieces.index(None)]
+    assert set(pieces[::2]) == {SOON_S} and set(pieces[1::2]) == {0.0}
+    assert list(tmp_path.glob("prefixes/*"))
+
+
+@MODELS
+def test_a_write_that_fails_harms_no_run(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """F6, G2: whatever a file's writing raises, the engine goes on, and no text of the exception is told."""
+    weights = tmp_path / "fake"
+    weights.write_bytes(b"weights")
+    more = {"model": str(weights), "data_dir": str(tmp_path), "disk_cache_bytes": 1 << 20}
+    one = Bench(config=msgspec.structs.replace(PARKING, **more), made=lambda *_, **__: model())  # type: ignore[arg-type]
+    first = asked(1, prompt(6, 40))
+    with monkeypatch.context() as patch:
+
+        def broken(*_: Any) -> Any:
+            raise RuntimeError("xyzzy")
+
+        patch.setattr("engine.prefix_file._pieces", broken)
+        assert one.answer(first) == fresh(model, first)
+    heard = capsys.readouterr().err
+    assert "a prefix is not written: RuntimeError" in heard and "xyzzy" not in heard
+    assert [m.begun for m in one.line.resident if isinstance(m, OwnWork)] == [True, False]
+    assert not list(tmp_path.glob("prefixes/*"))
+    second = msgspec.structs.replace(first, run=2)
+    assert one.answer(second) == fresh(model, second)
+    assert len(list(tmp_path.glob("prefixes/*"))) == 2
 
 
 @MODELS

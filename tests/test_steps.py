@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.steps import STEP_S, Steps, measured
+from engine.steps import DEEP, STEP_S, Steps, measured
 
 costs = st.tuples(st.floats(0, 0.4), st.floats(1e-6, 0.02), st.floats(0, 1e-6))
 
@@ -43,6 +43,20 @@ def test_a_busy_neighbour_is_asked_again() -> None:
     """G1: one slow step does not halve the size."""
     times = iter([0.01, 0.02, 0.9, 0.05, 0.1, 0.2, 0.01])
     assert measured(1024, 1024, lambda rows, _: next(times)).most == 1024
+
+
+def test_nothing_is_tried_that_is_known_or_hopeless() -> None:
+    """N5: a load measures little: not what it knows, not what the steps before say is too slow, not a window's end."""
+    tried: list[tuple[int, int]] = []
+
+    def seconds(rows: int, start: int) -> float:
+        tried.append((rows, start))
+        return rows * (3e-3 + start * 1e-7)
+
+    known = {64: 64 * 3e-3}
+    assert measured(1024, 262_144, seconds, known).blocks[:2] == (128, 128)
+    assert tried == [(128, 0), (64, DEEP)]
+    assert measured(1024, 262_144, seconds).blocks == measured(1024, 262_144, seconds, known).blocks
 
 
 def test_the_size_at_a_row() -> None:

@@ -17,6 +17,7 @@ from engine.models.batch import Rows
 from engine.models.cache import Cache
 from engine.models.loading import Loader, Progress, give_back
 from engine.native import build as native
+from engine.pipe import complain
 from engine.weights.checkpoint import Checkpoint, CheckpointError
 
 
@@ -108,7 +109,10 @@ def build(
     make: Builder = builder(checkpoint.architecture)
     if threads:
         torch.set_num_threads(threads)
-    packs = device.type == "cpu" and not exact and _library_with(progress) is not None
+    wanted = device.type == "cpu" and not exact
+    packs = wanted and _library_with(progress) is not None
+    if wanted and not packs:
+        complain(f"Steps run in torch, not in the native library: {native.why()}")
     loader = Loader(checkpoint, device, exact, progress)
     with _one_thread() if packs else nullcontext():
         model = make(checkpoint, loader, device=device, rows=rows, exact=exact)

@@ -34,6 +34,8 @@ def attend(q: Tensor, kv: Tensor, part: Rows, scale: float, window: int = 0) -> 
     n, heads, width = q.shape
     if kv.dtype not in (torch.float16, torch.float32) or kv.stride()[1:] != (width, 1):
         raise ValueError("keys and values are rows of float16 or float32")
+    if n != len(part.tokens) or not 0 <= part.start <= part.start + n <= kv.shape[1] or heads % (kv.shape[0] // 2):
+        raise ValueError(f"{n} queries of {heads} heads behind row {part.start} do not fit keys {tuple(kv.shape)}")
     q, out = q.contiguous(), torch.empty(n, heads * width)
     numbers, ancestors = array("q"), array("q")
     describe(part, 0, numbers, ancestors)

@@ -43,7 +43,8 @@ struct Input {
 };
 
 /// Round row ``row`` of ``in``, whose ``x`` is there. A min's product takes the rounded sum: codes alone are not
-/// centred, so with the exact sum the rounding would not cancel.
+/// centred, so with the exact sum the rounding would not cancel. Where one of a group is no number, or infinite, its scale
+/// is no number: codes cannot say so, and the products must.
 inline void quantise(const Input& in, int64_t row) {
     const float* x = in.x + row * in.cols;
     int8_t* q = in.q + row * in.cols;
@@ -51,11 +52,17 @@ inline void quantise(const Input& in, int64_t row) {
     for (int64_t g = 0; g < groups; g++) {
         const Lanes a = load(x + g * 32), b = load(x + g * 32 + 16);
         const float most = peak(larger(size(a), size(b)));
+        const int64_t at = row * groups + g;
+        if (!numbers(a, b) || most > 3.4028234e38f) {
+            std::memset(q + g * 32, 0, 32);
+            in.sums[2 * at] = in.sums[2 * at + 1] = 0;
+            in.scale[at] = in.total[at] = __builtin_nanf("");
+            continue;
+        }
         const float inverse = most > 1e-30f ? 127.f / most : 0.f, scale = most > 1e-30f ? most / 127.f : 0.f;
         const Ints i = whole(a * splat(inverse)), j = whole(b * splat(inverse));
         store_bytes(q + g * 32, i), store_bytes(q + g * 32 + 16, j);
         const int first = sum(i), second = sum(j);
-        const int64_t at = row * groups + g;
         in.sums[2 * at] = first, in.sums[2 * at + 1] = second;
         in.scale[at] = scale;
         in.total[at] = scale * float(first + second);

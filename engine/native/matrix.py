@@ -104,6 +104,8 @@ class Matrix:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` ``[n, cols]`` → float32 ``[n, rows]``."""
+        if x.dim() != 2 or x.shape[1] != self.cols:
+            raise ValueError(f"activations {tuple(x.shape)} for {self.cols} columns")
         x = x.to(self.dtype).contiguous()
         out = torch.empty(x.shape[0], self.rows)
         _library().tandem_matrix_multiply(
@@ -112,8 +114,10 @@ class Matrix:
         return out
 
     def gather(self, ids: Tensor) -> Tensor:
-        """The rows ``ids`` (int64 ``[n]``) as float32 ``[n, cols]``."""
-        ids = ids.contiguous()
+        """The rows ``ids`` (int64 ``[n]``) as float32 ``[n, cols]``. Raises IndexError for one there is not."""
+        ids = ids.to(torch.int64).contiguous()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.rows:
+            raise IndexError(f"a row that is not among {self.rows}")
         out = torch.empty(ids.shape[0], self.cols)
         _library().tandem_matrix_gather(self.pointer, ids.data_ptr(), ids.shape[0], out.data_ptr())
         return out

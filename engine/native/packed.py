@@ -38,6 +38,8 @@ LEAST = 32 << 20
 
 _MAGIC = b"TANDEMPK"
 _HEAD = len(_MAGIC) + 8
+_HEADER = 64 << 20
+"""No header is longer; the length in a damaged file may be anything."""
 _SPARE = 1 << 30
 """What must stay free on the disk."""
 _MIB = 1 << 20
@@ -192,6 +194,8 @@ def read_header(file: BinaryIO) -> tuple[Header, int]:
     if len(head) < _HEAD or not head.startswith(_MAGIC):
         raise ValueError
     length, crc = (int.from_bytes(head[at : at + 4], "little") for at in (len(_MAGIC), len(_MAGIC) + 4))
+    if length > _HEADER:
+        raise ValueError
     text = file.read(length)
     if len(text) != length or zlib.crc32(text) != crc:
         raise ValueError

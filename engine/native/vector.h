@@ -48,6 +48,8 @@ inline Ints whole(Lanes a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline Lanes real(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline Ints minus(Ints a, int b) { return {_mm512_sub_epi32(a.v, _mm512_set1_epi32(b))}; }
 inline Lanes power(Ints n) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))}; }
+/// Whether no lane of either holds what is no number.
+inline bool numbers(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_UNORD_Q) == 0; }
 inline void store_bytes(int8_t* p, Ints a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(a.v)); }
 inline __m256 halves(Lanes a) { return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
 inline __m256 peaks(Lanes a) { return _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1)); }
@@ -104,6 +106,10 @@ inline Lanes power(Ints n) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
             _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
 }
+inline bool numbers(Lanes x, Lanes y) {
+    const __m256 none = _mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, y.b, _CMP_UNORD_Q));
+    return _mm256_movemask_ps(none) == 0;
+}
 inline void store_bytes(int8_t* p, Ints x) {
     const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
@@ -143,9 +149,10 @@ inline float peak(Lanes x) {
     return _mm_cvtss_f32(_mm_max_ss(four, _mm_shuffle_ps(four, four, 1)));
 }
 
-/// ``exp(x)`` within 2 units in the last place for -87 … 88; beyond, the value at that end.
+/// ``exp(x)`` within 2 units in the last place for -87 … 88; beyond, the value at that end. What is no number stays so:
+/// of two operands the instructions give the second one then.
 inline Lanes exponential(Lanes x) {
-    x = smaller(larger(x, splat(-87.f)), splat(88.f));
+    x = smaller(splat(88.f), larger(splat(-87.f), x));
     const Lanes n = nearest(x * splat(1.44269504f));
     Lanes r = fma(n, splat(-0.693359375f), x);
     r = fma(n, splat(2.12194440e-4f), r);

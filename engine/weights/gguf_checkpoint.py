@@ -6,6 +6,7 @@ is refused, so that a model is never served wrongly.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,11 @@ class Gguf:
             )
         return value
 
+    @cached_property
+    def _tokens(self) -> Any:
+        """The vocabulary, decoded once."""
+        return self._value("tokenizer.ggml.tokens")
+
     def _own(self, key: str, default: Any = REQUIRED) -> Any:
         """A key of the architecture's own."""
         return self._value(f"{self.architecture}.{key}", default)
@@ -75,7 +81,7 @@ class Gguf:
             kv_heads=self._size("attention.head_count_kv", heads),
             head_dim=head_dim,
             ff=self._size("feed_forward_length", 0 if recurrent else REQUIRED),
-            vocab=len(self._value("tokenizer.ggml.tokens")),
+            vocab=len(self._tokens),
             eps=float(self._own("attention.layer_norm_rms_epsilon")),
             rope_base=float(self._own("rope.freq_base", 10000.0)),
             window=stretched(window, scaling),
@@ -125,7 +131,7 @@ class Gguf:
 
     def special(self) -> dict[str, str]:
         """The text of the tokens that the metadata names."""
-        tokens = self._value("tokenizer.ggml.tokens")
+        tokens = self._tokens
         keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
         ids = {name: self.source.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
         return {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
@@ -137,7 +143,7 @@ class Gguf:
         """
         named = (self.source.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
         kinds = self._value("tokenizer.ggml.token_type", [])
-        texts = self._value("tokenizer.ggml.tokens")
+        texts = self._tokens
         marks = (i for i, kind in enumerate(kinds[: len(texts)]) if kind in (CONTROL, USER_DEFINED))
         return sorted({int(i) for i in named if i is not None} | {i for i in marks if texts[i] in END_TEXTS})
 

@@ -9,8 +9,9 @@ could differ.
 
 from __future__ import annotations
 
-import json
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from engine.weights.errors import CheckpointError
 
@@ -98,7 +99,7 @@ def tokenizer_json(meta: Metadata) -> str:
         )
     if meta.get("tokenizer.ggml.add_space_prefix"):
         raise CheckpointError("The GGUF file asks for a space before every text, which is not supported for gpt2.")
-    return json.dumps(_describe(meta, PRE_TOKENIZERS[pre]), ensure_ascii=False)
+    return msgspec.json.encode(_describe(meta, PRE_TOKENIZERS[pre])).decode()
 
 
 def begins_with_bos(meta: Metadata) -> bool:

@@ -1,0 +1,97 @@
+"""What the core knows, as the facts the stage ``wait`` estimates from (rows L2, L3)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from engine.protocol import windows
+from pipeline.request import Held, Memory, Request
+from pipeline.settings import Policy
+from pipeline.states import SlotState
+from stages.hashes import BLOCK
+from stages.slots import rows_needed
+from stages.wait import SURE, Ended, History, Holder, Rates, Waiter, wait_left
+
+Kind = Callable[[Request], str]
+"""A request's kind: thinking or not."""
+
+
+def estimate(
+    memory: Memory, policy: Policy, history: History, checked: Rates, kind: Kind, ahead: list[int], now: float,
+    asker: Request | None = None,
+) -> float | None:  # fmt: skip
+    """Seconds until the next slot for one who stands behind ``ahead`` (ids in the queue), None: nothing can be said.
+
+    ``asker`` None: any slot would do for it.
+    """
+    holders = [_holder(memory, slot.id, kind, now) for slot in memory.slots]
+    if any(slot.state is not SlotState.free and holders[slot.id] is None for slot in memory.slots):
+        return None  # one that is over and still winds down: gone within a step, but nobody can say when
+    slots = range(len(holders)) if asker is None else _slots(asker, memory, policy)
+    requests = [memory.requests[id] for id in ahead]
+    unread = to_read([request.prompt_tokens for request in requests], [r.hashes for r in requests], memory.residents)
+    waiters = [_waiter(r, rows, memory, policy, kind) for r, rows in zip(requests, unread, strict=True)]
+    return wait_left(holders, waiters, slots, history, checked)
+
+
+def to_read(prompts: list[int], hashes: list[list[bytes]], residents: list[Held]) -> list[int]:
+    """Rows that each prompt will still have to be read for, when those before it have run.
+
+    One that nothing is held for takes a place, and as many places as now are held then too: the oldest is gone.
+    """
+    held, out = [(place.rows, frozenset(place.hashes)) for place in residents], []
+    for prompt, blocks in zip(prompts, hashes, strict=True):
+        rows, at = max(((_leading(blocks, place[1]), i) for i, place in enumerate(held)), default=(0, -1))
+        out.append(prompt - rows)
+        if held:
+            held.pop(at if rows * 2 > held[at][0] else 0)
+            held.append((prompt, frozenset(blocks)))
+    return out
+
+
+def ended(request: Request, kind: str) -> Ended | None:
+    """What is remembered of a request that came to its own end; None of one that was cut."""
+    begun, first, end = request.admitted_at, request.first_token_at, request.ended_at
+    if request.outcome not in ("stop", "length", "tool_calls") or begun is None or first is None or end is None:
+        return None
+    read = request.prompt_tokens - request.cached_tokens
+    return Ended(kind, request.completion_tokens, end - begun, read, first - (request.prefill_at or begun), end - first)
+
+
+def _holder(memory: Memory, slot: int, kind: Kind, now: float) -> Holder | None:
+    request = memory.requests.get(memory.slots[slot].request)
+    if request is None or request.slot != slot or request.admitted_at is None:
+        return None
+    begun, first, last = request.prefill_at, request.first_token_at, request.last_token_at
+    read = request.rows_done - request.cached_tokens
+    reading = 0.0 if begun is None or first is not None else now - begun
+    writing = 0.0 if first is None or last is None else last - first
+    return Holder(
+        kind(request),
+        request.prompt_tokens - request.cached_tokens,
+        max(request.prompt_tokens - max(request.rows_done, request.cached_tokens), 0),
+        request.completion_tokens,
+        request.max_tokens or memory.engine.window,
+        now - request.admitted_at,
+        read / reading if read >= SURE and reading > 0 else 0.0,
+        request.completion_tokens / writing if request.completion_tokens >= SURE and writing > 0 else 0.0,
+    )
+
+
+def _waiter(request: Request, rows: int, memory: Memory, policy: Policy, kind: Kind) -> Waiter:
+    most = request.asked_tokens or policy.default_max_tokens
+    return Waiter(kind(request), rows, most, tuple(_slots(request, memory, policy)))
+
+
+def _leading(hashes: list[bytes], held: frozenset[bytes]) -> int:
+    """Rows of the leading blocks that are held; chained hashes are held up to one and not beyond it."""
+    return bisect_left(hashes, 1, key=lambda block: block not in held) * BLOCK
+
+
+def _slots(request: Request, memory: Memory, policy: Policy) -> list[int]:
+    """The slots its whole answer fits in."""
+    window = memory.engine.window
+    rows = windows(window, len(memory.slots), policy.side_max_len)
+    needs = rows_needed(request.prompt_tokens, request.asked_tokens, policy.default_max_tokens, window)
+    return [slot for slot, room in enumerate(rows) if needs <= room]
