@@ -5,34 +5,41 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 
+import msgspec
+
 from engine.protocol import windows
 from pipeline.request import Held, Memory, Request
 from pipeline.settings import Policy
 from pipeline.states import SlotState
 from stages.hashes import BLOCK
 from stages.slots import rows_needed
-from stages.wait import SURE, Ended, History, Holder, Rates, Waiter, wait_left
+from stages.wait import SURE, Ended, History, Holder, Rates, Waiter, waits_left
 
 Kind = Callable[[Request], str]
 """A request's kind: thinking or not."""
 
 
-def estimate(
-    memory: Memory, policy: Policy, history: History, checked: Rates, kind: Kind, ahead: list[int], now: float,
-    asker: Request | None = None,
-) -> float | None:  # fmt: skip
-    """Seconds until the next slot for one who stands behind ``ahead`` (ids in the queue), None: nothing can be said.
-
-    ``asker`` None: any slot would do for it.
+class Said(msgspec.Struct, frozen=True):
+    """Seconds to a slot, None where nothing can be said: of one right behind the holders, of each that waits, in order,
+    and of one more who joined them now.
     """
+
+    next: float | None
+    waits: list[float | None]
+    last: float | None
+
+
+def said(memory: Memory, policy: Policy, history: History, checked: Rates, kind: Kind, now: float) -> Said:
+    """What everybody could be told now. ``checked``: rates of the engine's self-check."""
+    queue = [memory.requests[id] for id in memory.queue]
     holders = [_holder(memory, slot.id, kind, now) for slot in memory.slots]
     if any(slot.state is not SlotState.free and holders[slot.id] is None for slot in memory.slots):
-        return None  # one that is over and still winds down: gone within a step, but nobody can say when
-    slots = range(len(holders)) if asker is None else _slots(asker, memory, policy)
-    requests = [memory.requests[id] for id in ahead]
-    unread = to_read([request.prompt_tokens for request in requests], [r.hashes for r in requests], memory.residents)
-    waiters = [_waiter(r, rows, memory, policy, kind) for r, rows in zip(requests, unread, strict=True)]
-    return wait_left(holders, waiters, slots, history, checked)
+        return Said(None, [None] * len(queue), None)  # who is over still winds down: a step, but nobody knows how long
+    unread = to_read([request.prompt_tokens for request in queue], [r.hashes for r in queue], memory.residents)
+    waiters = [_waiter(request, rows, memory, policy, kind) for request, rows in zip(queue, unread, strict=True)]
+    anybody = Waiter("", 0, 0, tuple(range(len(holders))))
+    *waits, last = waits_left(holders, [*waiters, anybody], history, checked)
+    return Said(waits_left(holders, [anybody], history, checked)[0], waits, last)
 
 
 def to_read(prompts: list[int], hashes: list[list[bytes]], residents: list[Held]) -> list[int]:

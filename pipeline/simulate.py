@@ -18,7 +18,7 @@ from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.arrivals import Asked, Session
 from pipeline.core import Core
-from pipeline.forecast import ended, estimate
+from pipeline.forecast import ended, said
 from pipeline.modelled import Costs, ModelledEngine, Wanted
 from pipeline.request import Request
 from pipeline.settings import Policy
@@ -235,17 +235,15 @@ class Simulation:
         if any(slot.state is SlotState.free for slot in memory.slots):
             return True
         queue = list(memory.queue)
-        for place, ahead in (("next", []), ("last", queue)):
-            self._probes.append(_Probe(self._tell(place, ahead), list(ahead)))
-        for index, id in enumerate(queue):
-            told = self._tell("waits", queue[:index], memory.requests[id])
-            self._waiters.setdefault(id, []).append(told)
+        told = said(memory, self.policy, self.history, self._checked, self._kind, self.now)
+        self._probes.append(_Probe(self._tell("next", told.next), []))
+        self._probes.append(_Probe(self._tell("last", told.last), queue))
+        for id, estimate in zip(queue, told.waits, strict=True):
+            self._waiters.setdefault(id, []).append(self._tell("waits", estimate))
         return True
 
-    def _tell(self, place: str, ahead: list[int], asker: Request | None = None) -> Told:
-        memory = self.core.memory
-        said = estimate(memory, self.policy, self.history, self._checked, self._kind, ahead, self.now, asker)
-        told = Told(place, self.now, said)
+    def _tell(self, place: str, estimate: float | None) -> Told:
+        told = Told(place, self.now, estimate)
         self.outcome.told.append(told)
         return told
 

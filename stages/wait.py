@@ -51,8 +51,12 @@ RECENT = 32
 """Ended requests the rates are taken from."""
 SURE = 8
 """Tokens or rows from which on a run's own rate says more than the recent one."""
-HOLDER = 75
-"""The percentile of what ended requests wrote beyond the holder's count."""
+HOLDER = 50
+"""The percentile of what ended requests wrote beyond the holder's count. Row L2 has 75; see ``docs/estimates.md``."""
+ALIKE = 32
+"""Of those that ended, the ones with the nearest prompts are asked: so many."""
+NOISE = 64
+"""Rows by which prompts differ without being different."""
 
 
 class Ended(msgspec.Struct, frozen=True):
@@ -128,43 +132,42 @@ def recent_rates(history: History, checked: Rates) -> Rates:
 def holder_left(holder: Holder, history: History, rates: Rates) -> float | None:
     """Seconds until it lets go of its slot; None: nothing can be said."""
     ended = history.kinds.get(holder.kind, ())
-    beyond = [end.written - holder.written for end in ended if end.written > holder.written]
+    beyond = [end for end in ended if end.written > holder.written]
     prefill, decode = holder.prefill or rates.prefill, holder.decode or rates.decode
     if len(ended) < FEW or len(beyond) < FEW or not prefill or not decode:
         return _left_by_time(holder.ran, history)
-    tokens = min(nearest_rank(beyond, HOLDER), max(holder.most - holder.written, 0))
-    return holder.unread / prefill + tokens / decode
+    more = nearest_rank([end.written - holder.written for end in _alike(beyond, holder.rows)], HOLDER)
+    return holder.unread / prefill + min(more, max(holder.most - holder.written, 0)) / decode
 
 
 def waiter_takes(waiter: Waiter, history: History, rates: Rates) -> float | None:
-    """Seconds a waiter will hold a slot for, typically; None: nothing can be said."""
+    """Seconds a waiter will hold a slot for, on average; None: nothing can be said."""
     ended = history.kinds.get(waiter.kind, ())
     if len(ended) < FEW or not rates.prefill or not rates.decode:
         return None
-    tokens = min(nearest_rank([end.written for end in ended], 50), waiter.most)
+    alike = _alike(ended, waiter.rows)
+    tokens = sum(min(end.written, waiter.most) for end in alike) / len(alike)
     return waiter.rows / rates.prefill + tokens / rates.decode
 
 
-def wait_left(
-    holders: Sequence[Holder | None],
-    ahead: Sequence[Waiter],
-    slots: Sequence[int],
-    history: History,
-    checked: Rates,
-) -> float | None:
-    """Seconds until one who may take ``slots`` gets one, behind the holders (None: a free slot) and those ``ahead``.
+def waits_left(
+    holders: Sequence[Holder | None], line: Sequence[Waiter], history: History, checked: Rates
+) -> list[float | None]:
+    """Seconds until each of the line gets a slot, behind the holders (None: a free slot) and those before it.
 
-    List scheduling: in their order the waiters take the slot of theirs that is free first.
+    List scheduling: in their order they take the slot of theirs that is free first. ``checked``: the self-check's.
     """
     rates = recent_rates(history, checked)
     free = [0.0 if holder is None else holder_left(holder, history, rates) for holder in holders]
-    for waiter in ahead:
-        at, takes = _first(free, waiter.slots), waiter_takes(waiter, history, rates)
-        if at is None or takes is None:
-            return None
-        free[at] = (free[at] or 0.0) + takes
-    at = _first(free, slots)
-    return None if at is None else free[at]
+    out: list[float | None] = []
+    for waiter in line:
+        at = _first(free, waiter.slots)
+        begins = None if at is None else free[at]
+        takes = waiter_takes(waiter, history, rates)
+        out.append(begins)
+        for slot in waiter.slots if at is None else (at,):  # of which one is not known: none of them is, from here on
+            free[slot] = None if begins is None or takes is None else begins + takes
+    return out
 
 
 def _first(free: Sequence[float | None], slots: Sequence[int]) -> int | None:
@@ -172,6 +175,14 @@ def _first(free: Sequence[float | None], slots: Sequence[int]) -> int | None:
     times = [(free[slot], slot) for slot in slots]
     known = [(time, slot) for time, slot in times if time is not None]
     return min(known)[1] if known and len(known) == len(times) else None
+
+
+def _alike(ended: Sequence[Ended], rows: int) -> Sequence[Ended]:
+    """Those whose prompts were nearest in length, as a ratio; of equally near ones the older."""
+    if len(ended) <= ALIKE:
+        return ended
+    own = rows + NOISE
+    return sorted(ended, key=lambda end: max((end.rows + NOISE) / own, own / (end.rows + NOISE)))[:ALIKE]
 
 
 def _left_by_time(ran: float, history: History) -> float | None:

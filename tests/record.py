@@ -122,7 +122,7 @@ def leave_in(server: Server, state: str, body: dict[str, Any]) -> None:
 def chat(server: Server) -> None:
     """Answers of every kind, and every refusal of a body."""
     model = server.ready().state()["engine"]["model"]
-    server.chat("What is the capital of France?", model=model)
+    server.chat("What is the capital of France? Answer in one sentence.", model=model)
     with server.streamed("Say hello.", model=model, temperature=0) as response:
         response.read()
     server.http.post("/v1/completions", json={"model": model, "prompt": "Once upon a time", "max_tokens": 5})

@@ -17,7 +17,7 @@ from tests.server import ROOT, Server
 
 pytestmark = pytest.mark.e2e
 COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
 
 
 def ask(client: OpenAI, **fields: object):  # type: ignore[no-untyped-def]
