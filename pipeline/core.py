@@ -192,6 +192,7 @@ class Core(EngineLife):
         if request is None or request.state is not RequestState.prefilling:
             return
         request.rows_done = event.done
+        request.read_ms += event.ms
         row = self._fire(request, Trigger.chunk, now, prefill_line(event.done, event.total))
         if row.name == "prefill_line":
             request.line_at = now + 1.0
@@ -205,6 +206,7 @@ class Core(EngineLife):
         if request is None or request.choice_over:
             return
         request.last_token_at = now
+        request.write_ms += event.ms
         self.memory.joint_rounds += event.shared > 1
         self._drafted(request, event)
         self._said(request, event, now)

@@ -59,21 +59,18 @@ def to_read(prompts: list[int], hashes: list[list[bytes]], residents: list[Held]
 
 def ended(request: Request, kind: str) -> Ended | None:
     """What is remembered of a request that came to its own end; None of one that was cut."""
-    begun, first, end = request.admitted_at, request.first_token_at, request.ended_at
-    if request.outcome not in ("stop", "length", "tool_calls") or begun is None or first is None or end is None:
+    begun, end = request.admitted_at, request.ended_at
+    if request.outcome not in ("stop", "length", "tool_calls") or begun is None or end is None:
         return None
-    read = request.prompt_tokens - request.cached_tokens
-    return Ended(kind, request.completion_tokens, end - begun, read, first - (request.prefill_at or begun), end - first)
+    read, wrote = request.prompt_tokens - request.cached_tokens, request.completion_tokens
+    return Ended(kind, wrote, end - begun, read, request.read_ms / 1_000, request.write_ms / 1_000)
 
 
 def _holder(memory: Memory, slot: int, kind: Kind, now: float) -> Holder | None:
     request = memory.requests.get(memory.slots[slot].request)
     if request is None or request.slot != slot or request.admitted_at is None:
         return None
-    begun, first, last = request.prefill_at, request.first_token_at, request.last_token_at
     read = request.rows_done - request.cached_tokens
-    reading = 0.0 if begun is None or first is not None else now - begun
-    writing = 0.0 if first is None or last is None else last - first
     return Holder(
         kind(request),
         request.prompt_tokens - request.cached_tokens,
@@ -81,9 +78,14 @@ def _holder(memory: Memory, slot: int, kind: Kind, now: float) -> Holder | None:
         request.completion_tokens,
         request.max_tokens or memory.engine.window,
         now - request.admitted_at,
-        read / reading if read >= SURE and reading > 0 else 0.0,
-        request.completion_tokens / writing if request.completion_tokens >= SURE and writing > 0 else 0.0,
+        _rate(read, request.read_ms),
+        _rate(request.completion_tokens, request.write_ms),
     )
+
+
+def _rate(amount: int, ms: float) -> float:
+    """A second; 0 where there is too little of it yet."""
+    return amount / ms * 1_000 if amount >= SURE and ms > 0 else 0.0
 
 
 def _waiter(request: Request, rows: int, memory: Memory, policy: Policy, kind: Kind) -> Waiter:

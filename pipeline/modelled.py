@@ -27,7 +27,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """What work costs: rows/s of a prompt, tokens/s of an answer alone, and all tokens of joint rounds, of one's.
 
     ``joint`` is by how many write, from 1; more than it has write at its last. ``held``: conversations put aside beside
-    those in the slots.
+    that of slot 0.
     """
 
     prefill: float = 2_000.0

@@ -88,6 +88,8 @@ class Request(msgspec.Struct, kw_only=True):
     choice_tokens: list[int] = []
     choice_reasoning: list[int] = []
     choice_drafts: list[Drafts] = []
+    read_ms: float = 0.0  # of its prefill steps and rounds alone, whatever else the engine did between them
+    write_ms: float = 0.0
     # of the client
     opened: bool = False
     line: str = ""

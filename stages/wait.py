@@ -129,15 +129,20 @@ def recent_rates(history: History, checked: Rates) -> Rates:
     )
 
 
-def holder_left(holder: Holder, history: History, rates: Rates) -> float | None:
-    """Seconds until it lets go of its slot; None: nothing can be said."""
+def holder_left(holder: Holder, history: History, rates: Rates, others: int = 0) -> float | None:
+    """Seconds until it lets go of its slot; None: nothing can be said.
+
+    ``others``: rows that other slots still read meanwhile. Between two steps of theirs it has one step, so it waits for
+    nearly all of them.
+    """
     ended = history.kinds.get(holder.kind, ())
     beyond = [end for end in ended if end.written > holder.written]
     prefill, decode = holder.prefill or rates.prefill, holder.decode or rates.decode
     if len(ended) < FEW or len(beyond) < FEW or not prefill or not decode:
         return _left_by_time(holder.ran, history)
     more = nearest_rank([end.written - holder.written for end in _alike(beyond, holder.rows)], HOLDER)
-    return holder.unread / prefill + min(more, max(holder.most - holder.written, 0)) / decode
+    read = holder.unread / prefill + others / (rates.prefill or prefill)
+    return read + min(more, max(holder.most - holder.written, 0)) / decode
 
 
 def waiter_takes(waiter: Waiter, history: History, rates: Rates) -> float | None:
@@ -155,19 +160,30 @@ def waits_left(
 ) -> list[float | None]:
     """Seconds until each of the line gets a slot, behind the holders (None: a free slot) and those before it.
 
-    List scheduling: in their order they take the slot of theirs that is free first. ``checked``: the self-check's.
+    List scheduling: in their order they take the slot of theirs that is free first, and while one reads its prompt the
+    others stand nearly still. ``checked``: the self-check's rates.
     """
     rates = recent_rates(history, checked)
-    free = [0.0 if holder is None else holder_left(holder, history, rates) for holder in holders]
+    unread = sum(holder.unread for holder in holders if holder is not None)
+    free = [0.0 if h is None else holder_left(h, history, rates, unread - h.unread) for h in holders]
     out: list[float | None] = []
     for waiter in line:
         at = _first(free, waiter.slots)
         begins = None if at is None else free[at]
         takes = waiter_takes(waiter, history, rates)
         out.append(begins)
-        for slot in waiter.slots if at is None else (at,):  # of which one is not known: none of them is, from here on
-            free[slot] = None if begins is None or takes is None else begins + takes
+        if begins is None or takes is None:
+            for slot in waiter.slots:  # one of them, nobody knows which: nothing is known of any from here on
+                free[slot] = None
+            continue
+        reads = waiter.rows / rates.prefill
+        free = [begins + takes if slot == at else _held_up(time, begins, reads) for slot, time in enumerate(free)]
     return out
+
+
+def _held_up(time: float | None, begins: float, reads: float) -> float | None:
+    """When a slot is free beside which somebody begins to read."""
+    return time + reads if time is not None and time > begins else time
 
 
 def _first(free: Sequence[float | None], slots: Sequence[int]) -> int | None:

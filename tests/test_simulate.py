@@ -25,6 +25,7 @@ from tests.captures import needed
 
 COSTS = Costs(prefill=1_000.0, decode=100.0)
 KNOWN = History({"plain": tuple(Ended("plain", 100 * n, n + 1.0) for n in range(1, 20))})
+SIMULATE = [sys.executable, "-m", "pipeline", "simulate"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -71,7 +72,7 @@ def test_a_full_queue_is_an_outcome() -> None:
 
 
 def test_a_conversation_goes_on_from_what_is_held() -> None:
-    """G2: a session's next prompt reads only what is new, as long as its conversation is held; it waits to be answered."""
+    """G2: a session's next prompt reads only what is new, as long as its conversation is held."""
     first = Asked(0.0, 6_400, 10, blocks=((1, 0, 100),))
     second = Asked(1.0, 7_040, 10, 6_400, ((1, 0, 100), (2, 100, 110)), think=5.0)
     held = simulate([Session((first, second))], Policy(), COSTS)
@@ -173,7 +174,7 @@ def test_the_command_prints_the_same_in_another_process(small: Path, tmp_path: P
     for hash_seed, seed in (("1", "4"), ("2", "4"), ("1", "5")):
         plot = tmp_path / f"{hash_seed}-{seed}.svg"
         done = subprocess.run(
-            [sys.executable, "-m", "pipeline", "simulate", str(small), "--load", "0.5,0.9", "--seed", seed, "--plot", plot],
+            [*SIMULATE, str(small), "--load", "0.5,0.9", "--seed", seed, "--plot", plot],
             env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True, cwd=ROOT,
         )  # fmt: skip
         said.append((done.stdout, plot.read_text()))

@@ -1,0 +1,72 @@
+"""What the core knows as facts of the estimate."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.forecast import ended, said, to_read
+from pipeline.request import Held, Request
+from pipeline.settings import Policy
+from stages.wait import Ended, History, Rates
+from tests.world import Plan, World
+
+BLOCKS = [bytes([n]) * 8 for n in range(40)]
+
+
+def place(slot: int, blocks: list[bytes]) -> Held:
+    return Held(where="park", slot=slot, rows=len(blocks) * 64, hashes=blocks)
+
+
+def test_what_is_held_need_not_be_read() -> None:
+    """L2: a waiter's prompt counts without the rows that are held, unless those before it will have driven them out."""
+    residents = [place(1, BLOCKS[:10]), place(2, BLOCKS[20:30])]
+    assert to_read([640], [BLOCKS[:10]], residents) == [0]
+    assert to_read([704], [BLOCKS[:10]], residents) == [64]
+    assert to_read([64, 640], [BLOCKS[35:36], BLOCKS[:10]], residents) == [64, 640]  # the first drove out the oldest
+    assert to_read([64, 640], [BLOCKS[35:36], BLOCKS[20:30]], residents) == [64, 0]
+    assert to_read([640], [BLOCKS[:10]], []) == [640]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=6), st.integers(0, 3))
+def test_never_more_than_the_prompt(asked: list[tuple[int, int]], held: int) -> None:
+    """L2: of a prompt at most all rows are read, and never fewer than none."""
+    residents = [place(n, BLOCKS[10 * n : 10 * n + 10]) for n in range(held)]
+    prompts = [64 * length + 5 for _, length in asked]
+    unread = to_read(prompts, [BLOCKS[first : first + length] for first, length in asked], residents)
+    assert all(5 <= rows <= prompt for rows, prompt in zip(unread, prompts, strict=True))
+
+
+def test_a_holder_and_its_line() -> None:
+    """L2: the holder's count, rates and limit are the core's facts; each waiter adds to those behind it."""
+    world = World(script_of(200))
+    for _ in range(3):
+        world.arrive(Plan(prompt=10))
+    world.run_until(5.0)
+    history = History({"plain": tuple(Ended("plain", n * 10, 1.0, 10) for n in range(1, 41))})
+    told = said(world.core.memory, Policy(), history, Rates(1_000.0, 10.0), lambda _: "plain", 5.0)
+    (request,) = (r for r in world.core.memory.requests.values() if r.slot >= 0)
+    assert request.completion_tokens in (48, 49, 50)
+    assert told.next == told.waits[0]
+    assert told.waits == sorted(w for w in told.waits if w is not None)
+    assert len(told.waits) == 2
+    assert told.last is not None
+    assert told.last > (told.waits[1] or 0)
+
+
+def test_only_ends_of_its_own_are_remembered() -> None:
+    """L3: one that was cut says nothing of how long an answer is."""
+    request = Request(id=1, name="x", route="chat", seed=0, wall=0.0, received_at=0.0)
+    request.prompt_tokens, request.cached_tokens, request.completion_tokens = 300, 100, 50
+    request.admitted_at, request.prefill_at, request.first_token_at, request.ended_at = 2.0, 2.5, 4.0, 9.0
+    request.outcome, request.read_ms, request.write_ms = "stop", 1_400.0, 4_800.0
+    assert ended(request, "plain") == Ended("plain", 50, 7.0, 200, 1.4, 4.8)
+    for outcome in ("timeout", "abandoned", "internal_error"):
+        request.outcome = outcome
+        assert ended(request, "plain") is None
+
+
+def script_of(tokens: int):
+    from engine.scripted import Answer, Script
+
+    return Script(answers=[Answer(ids=[1] * tokens, decode_ms=100.0)])
