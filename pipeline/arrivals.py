@@ -172,7 +172,7 @@ def _agent(number: int, row: dict[str, Any]) -> Iterator[Session]:
             held = tuple((o, first, min(stop, shared)) for o, first, stop in held if first < shared)
             if prompt // BLOCK > shared:
                 held = (*held, (origin, shared, prompt // BLOCK))
-            think = one["think"] if turn else -1.0
+            think = (one["think"] or 0.0) if turn else -1.0
             out.append(Asked(begin + one["t"], prompt, max(1, one["out"]), shared * BLOCK, held, think))
         if out:
             yield Session(tuple(out), "thinking")

@@ -57,7 +57,10 @@ def printed(outcomes: Sequence[Outcome], load: float, seconds: float, slots: int
     busy = sum(stop - start for outcome in outcomes for start, stop in outcome.holds)
     asked = sum(outcome.requests for outcome in outcomes)
     share = busy / (slots * sum(max(seconds, outcome.ends_at) for outcome in outcomes) or 1)
-    out = [f"load {load:g}, {slots} slots: {asked} requests, slots held {share:.0%} of the time", f"  ended: {ends}"]
+    out = [
+        f"load {load:g}, {slots} slot{'s' * (slots > 1)}: {asked} requests, slots held {share:.0%} of the time",
+        f"  ended: {ends}",
+    ]
     served = [one for outcome in outcomes for one in outcome.served]
     if served:
         head = "".join(f"{f'p{percent}':>9}" for percent in PERCENTS)

@@ -67,7 +67,7 @@ class Outcome(msgspec.Struct):
 
 
 class _Probe(msgspec.Struct):
-    """Somebody who is not there: once all ``ahead`` have left the queue, the next free slot would be its own."""
+    """Somebody who is not there: the slot that nobody of those ``ahead`` takes would be its own."""
 
     told: Told
     ahead: list[int]
@@ -193,6 +193,8 @@ class Simulation:
                     self._left_queue(step.id, step.dest == RequestState.admitted.value)
                 if step.dest in (state.value for state in ENDED):
                     self._ended(step.id, step.row)
+        if any(slot.state is SlotState.free for slot in memory.slots):
+            self._resolve(self._probes)
         length = len(memory.queue)
         if not self.outcome.queue or self.outcome.queue[-1][1] != length:
             self.outcome.queue.append((self.now, length))
@@ -200,19 +202,21 @@ class Simulation:
     def _slot(self, slot: int, state: str) -> None:
         if state == SlotState.free.value:
             self.outcome.holds.append((self._begun.pop(slot), self.now))
-            for probe in self._probes:
-                if not probe.ahead:
-                    probe.told.real = self.now - probe.told.at
-            self._probes = [probe for probe in self._probes if probe.told.real < 0]
         elif slot not in self._begun:
             self._begun[slot] = self.now
 
     def _left_queue(self, id: int, admitted: bool) -> None:
         for told in self._waiters.pop(id, []):
             told.real = self.now - told.at if admitted else -1.0
+        had_turn = [probe for probe in self._probes if admitted and id not in probe.ahead]
+        self._resolve(had_turn)  # somebody behind them has a slot
         for probe in self._probes:
-            if id in probe.ahead:
-                probe.ahead.remove(id)
+            probe.ahead = [other for other in probe.ahead if other != id]
+
+    def _resolve(self, probes: list[_Probe]) -> None:
+        for probe in probes:
+            probe.told.real = self.now - probe.told.at
+        self._probes = [probe for probe in self._probes if probe.told.real < 0]
 
     def _ended(self, id: int, row: str) -> None:
         outcome = self.outcome

@@ -83,7 +83,7 @@ def command(
     for load in _numbers("--load", loads):
         outcomes = [_run(plan, load, policy, costs, seed + number) for number in range(runs)]
         click.echo("\n" + printed(outcomes, load, plan.seconds, slots))
-        title = f"{trace.name}, load {load:g}, {slots} slots, seed {seed + runs - 1}"
+        title = f"{trace.name}, load {load:g}, {slots} slot{'s' * (slots > 1)}, seed {seed + runs - 1}"
     if plot is not None:
         plot.write_text(svg(outcomes[-1], title))
 

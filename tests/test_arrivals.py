@@ -110,5 +110,6 @@ def test_the_public_traces() -> None:
         found = read(needed(f"traces/{name}"))
         counts.append(sum(len(session.requests) for session in found))
         assert all(0 <= asked.shared < asked.prompt for session in found for asked in session.requests)
+        assert all(asked.at >= 0 and asked.think >= -1 for session in found for asked in session.requests)
     assert counts[:2] == [12_031, 19_366]
     assert counts[2] > 45_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.scripted import Answer, Script
 from pipeline.forecast import ended, said, to_read
 from pipeline.request import Held, Request
 from pipeline.settings import Policy
@@ -66,7 +67,19 @@ def test_only_ends_of_its_own_are_remembered() -> None:
         assert ended(request, "plain") is None
 
 
-def script_of(tokens: int):
-    from engine.scripted import Answer, Script
+def test_a_rate_is_of_its_own_steps() -> None:
+    """L2: a request's rates are of its own steps: what the engine did between them is not in its time."""
+    world = World(Script(answers=[Answer(ids=[1] * 20, decode_ms=100.0, prefill_ms_per_row=2.0)]), slots=2)
+    for _ in range(2):
+        world.arrive(Plan(prompt=300))
+    world.run_until(60.0)
+    for request in world.core.memory.recent:
+        assert round(request.read_ms) == 600
+        assert round(request.write_ms) == 1_900  # the first of 20 tokens comes with the prompt's last row
+        assert request.ended_at is not None
+        assert request.admitted_at is not None
+        assert request.ended_at - request.admitted_at > 3.0  # they took turns
 
+
+def script_of(tokens: int) -> Script:
     return Script(answers=[Answer(ids=[1] * tokens, decode_ms=100.0)])

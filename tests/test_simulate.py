@@ -136,7 +136,7 @@ def test_figures() -> None:
     assert (row.words, row.count, row.silent, row.median, row.p10, row.p90) == ("10-60 s", 5, 1, 1.0, 0.5, 3.0)
     assert row.within == 0.75
     text = printed([Outcome(requests=2, rows={"stopped": 2}, told=told)], 0.8, 60.0, 1)
-    assert "load 0.8, 1 slots: 2 requests" in text
+    assert "load 0.8, 1 slot: 2 requests" in text
     assert "stopped 2" in text
 
 

@@ -129,6 +129,18 @@ def test_list_scheduling():
     assert waits_left([None, holders[1]], line[:2], history, RATES) == [0.0, 2.0]
 
 
+def test_who_reads_holds_the_others_up():
+    """L2: beside a prompt that is read an answer gets a round a step: it is told what the others still read, too."""
+    history = known(*[100] * 10)
+    reads, writes = Holder("plain", 500, 400, 0, 1_000, 1.0), Holder("plain", 500, 0, 80, 1_000, 1.0)
+    both = (0, 1)
+    assert waits_left([reads, writes], [Waiter("plain", 0, 10, both)] * 2, history, RATES) == [6.0, 7.0]
+    line = [Waiter("plain", 300, 10, both), Waiter("plain", 0, 10, both)]
+    assert waits_left([writes, writes], line, history, RATES) == [2.0, 2.0]  # both are free at once
+    later = Holder("plain", 500, 0, 50, 1_000, 1.0)
+    assert waits_left([writes, later], line, history, RATES) == [2.0, 6.0]  # 2 + 3 + 1; the other's 5 became 8
+
+
 def test_prompts_alike_are_asked_first():
     """L2: of the ended ones those with the nearest prompts say how long an answer will be."""
     history = known(*[10] * 40, rows=100)
