@@ -214,7 +214,7 @@ class Disk:
 
     def _look(self, path: Path) -> None:
         try:
-            kept = prefix_file.look(path)
+            kept = prefix_file.look(path, self._rows, self._state)
             facts = kept.facts
             chunk, hashes = int(facts["chunk"]), bytes.fromhex(facts["hashes"])
             if path.name != self._name(facts["parent"], kept.tokens) or facts["fingerprint"] != self.fingerprint:

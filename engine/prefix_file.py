@@ -96,14 +96,22 @@ def write(
             partial.unlink()
 
 
-def look(path: Path) -> Kept:
-    """A file's facts and tokens, by its word alone. Raises Damaged, OSError."""
+def look(path: Path, rows: Layout, state: Layout) -> Kept:
+    """A file's facts and tokens, by its word alone, but for the names in it. Raises Damaged, OSError.
+
+    A mark that is not there by its name would be missed silently: such a file is of no use to recurrent layers.
+    """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            return Kept(_facts(file.metadata()), file.get_tensor("tokens").tolist(), any(map(_is_mark, names)))
+            names, metadata, tokens = set(file.keys()), file.metadata(), file.get_tensor("tokens").tolist()
+        facts = _facts(metadata)
     except (safetensors.SafetensorError, TypeError, ValueError, RuntimeError, UnicodeDecodeError):
         raise Damaged from None
+    plain = {"tokens", *(f"rows.{name}" for name in rows)}
+    marked = plain | {f"mark.{name}" for name in state}
+    if names not in (plain, marked):
+        raise Damaged
+    return Kept(facts, tokens, bool(state) and names == marked)
 
 
 def read(path: Path, rows: Layout, state: Layout) -> tuple[Kept, dict[str, Tensor], dict[str, Tensor]]:

@@ -141,6 +141,17 @@ def test_no_file_with_any_byte_changed_is_used(
     assert len(folder.reports) == 1 and name in folder.reports[0] and not (folder.path / name).exists()
 
 
+def test_a_mark_under_another_name_is_no_missing_mark(tmp_path: Path) -> None:
+    """G2: a changed name in the header is seen at the start, not passed over as a file without a state."""
+    folder = Folder(tmp_path, True)
+    tokens = list(range(20, 29))
+    folder.save(tokens)
+    last = folder.path / folder.disk.find(tokens)[-1].name
+    last.write_bytes(last.read_bytes().replace(b'"mark.', b'"lark.', 1))
+    folder = Folder(folder.path, True)
+    assert len(folder.reports) == 1 and last.name in folder.reports[0] and not last.exists()
+
+
 @settings(max_examples=40, deadline=None)
 @given(length=st.integers(0, 2000), recurrent=st.booleans(), restart=st.booleans())
 def test_no_file_cut_short_or_drawn_out_is_used(
