@@ -10,7 +10,7 @@ Prefill steps keep their thread count always: with another, torch cuts the matri
 
 from __future__ import annotations
 
-_TWICE, _ONCE = 1.1, 2.5  # so much slower than one thread, two steps running or once, means a neighbour
+_STEPS, _MEAN, _ONCE = 4, 1.2, 4.0  # so much slower than one thread, on average of some steps or once: a neighbour
 _SHORT, _LONG = 16, 256  # steps with one thread before all are tried again
 
 
@@ -21,7 +21,8 @@ class Threads:
         self._most, self._one_s = most, one_s
         self._single = 0  # steps left with one thread
         self._span = _SHORT
-        self._slow = self._good = 0  # steps running
+        self._last: list[float] = []  # steps running with all threads, of what one takes
+        self._good = 0  # such steps that were no slower
 
     @property
     def count(self) -> int:
@@ -35,12 +36,13 @@ class Threads:
         if self._single:
             self._one_s += (seconds - self._one_s) / 8  # it grows with the sequence
             self._single -= 1
-        elif seconds > _TWICE * self._one_s:
-            self._slow, self._good = self._slow + 1, 0
-            if self._slow == 2 or seconds > _ONCE * self._one_s:
-                self._single, self._slow = self._span, 0
-                self._span = min(2 * self._span, _LONG)
+            return
+        taken = seconds / self._one_s
+        self._last = [*self._last, taken][-_STEPS:]
+        if taken > _ONCE or (len(self._last) == _STEPS and sum(self._last) > _MEAN * _STEPS):
+            self._single, self._good, self._last = self._span, 0, []
+            self._span = min(2 * self._span, _LONG)
         else:
-            self._slow, self._good = 0, self._good + 1
+            self._good = self._good + 1 if taken <= _MEAN else 0
             if self._good == _SHORT:
                 self._span = _SHORT

@@ -23,9 +23,14 @@ def test_while_all_is_quiet_every_thread_is_used() -> None:
     assert counts(Threads(2, 1.0), [0.6] * 50) == [2] * 50
 
 
-def test_two_slow_steps_running_or_a_very_slow_one_fall_to_one_thread() -> None:
-    assert counts(Threads(2, 1.0), [1.2, 0.6, 1.2, 1.2, 1.0]) == [2, 2, 2, 2, 1]
-    assert counts(Threads(2, 1.0), [2.6, 1.0]) == [2, 1]
+def test_slow_steps_on_average_or_a_very_slow_one_fall_to_one_thread() -> None:
+    assert counts(Threads(2, 1.0), [1.3, 1.2, 1.2, 1.3, 1.0]) == [2, 2, 2, 2, 1]
+    assert counts(Threads(2, 1.0), [4.1, 1.0]) == [2, 1]
+
+
+def test_a_hiccup_of_the_server_beside_it_is_no_neighbour() -> None:
+    """N5: two steps that a woken thread stretched must not cost sixteen at one thread's speed."""
+    assert counts(Threads(2, 1.0), [0.7, 1.5, 1.5, 0.7, 0.7, 1.8, 0.7, 0.7, 0.7]) == [2] * 9
 
 
 def test_it_tries_again_ever_more_seldom_while_the_neighbour_stays() -> None:
