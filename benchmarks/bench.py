@@ -212,15 +212,24 @@ def ask(
     what = {"prompt": prompt} if messages is None else {"messages": messages}
     fields = {"model": "m", "max_tokens": tokens, "temperature": 0, "stream": True}
     body = {**what, **fields, "stream_options": {"include_usage": True}, "ignore_eos": True}
-    begun, lines, before = time.perf_counter(), [], None
+    begun, came, before = time.perf_counter(), [], None
     with httpx.stream("POST", url + route, json=body, timeout=PATIENCE_S) as response:
         if response.status_code != 200:
             raise SystemExit(f"{route}: status {response.status_code}")
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                lines.append((time.perf_counter(), line[6:]))
-                before = processor_s() if before is None else before
-    return answer(begun, lines, tokens, processor_s() - (before or 0.0))
+        for data in response.iter_raw():  # read afterwards: a client that is busy takes from the server's processors
+            came.append((time.perf_counter(), data))
+            before = processor_s() if before is None else before
+    return answer(begun, list(events(came)), tokens, processor_s() - (before or 0.0))
+
+
+def events(came: list[tuple[float, bytes]]) -> Iterator[tuple[float, str]]:
+    """A stream's chunks, each with the second its last byte came at, of the pieces the socket gave."""
+    rest = b""
+    for at, data in came:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield at, line[6:].decode()
 
 
 def answer(begun: float, lines: list[tuple[float, str]], tokens: int, used_s: float = 0.0) -> Answer:
