@@ -1,6 +1,7 @@
 # make serve   set everything up and serve the embedded model      (PORT, HOST, ARGS)
 # make test    run the tests
 # make check   lint, types, layers
+# make storm   a million random requests through the core       (ARGS="--requests 50000 --seed 8")
 PORT ?= 8000
 HOST ?= 127.0.0.1
 ARGS ?=
@@ -11,7 +12,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
 EMBEDDED = $$($(PY) -c 'import tomllib; print(tomllib.load(open("pyproject.toml", "rb"))["tool"]["tandem"]["embedded"])')
 
-.PHONY: serve test check model bench clean
+.PHONY: serve test check model bench storm clean
 
 serve: $(VENV)/.served
 	@exec $(PY) -m pipeline serve --host $(HOST) --port $(PORT) $(ARGS)
@@ -27,6 +28,9 @@ check: $(VENV)/.tested
 
 bench: $(VENV)/.tested
 	$(PY) -m benchmarks.decode $(ARGS)
+
+storm: $(VENV)/.tested
+	@$(PY) -m tests.storm $(ARGS)
 
 model: $(VENV)/.served
 

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 from engine.native import build
 from engine.weights.checkpoint import open_checkpoint
 from engine.weights.embedded import embedded_model
+from pipeline.http.shapes import public_id
 from tests.server import Server, until
 
 T = TypeVar("T")
@@ -68,8 +69,9 @@ class Setting:
         self.console.print(text, markup=False, highlight=False)
 
 
-def options(command: Callable[..., None]) -> Callable[..., None]:
+def options(command: Callable[..., None], rounds: int = 5) -> Callable[..., None]:
     """``--rounds``, ``--threads``, ``--model`` and ``--peer-python`` of a command that takes a ``Setting`` first."""
+    usual = rounds
 
     @click.pass_context
     def run(context: click.Context, /, rounds: int, threads: int, model: str, peer_python: str, **rest: Any) -> None:
@@ -88,7 +90,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--peer-python", default="", help="A Python that has llama-cpp-python[server]; default: no peer."),
         click.option("--model", default="", help="GGUF file or folder; default: the embedded model."),
         click.option("--threads", default=0, show_default=True, help="0: all cores."),
-        click.option("--rounds", default=5, show_default=True),
+        click.option("--rounds", default=usual, show_default=True),
     ):
         run = option(run)
     return run
@@ -125,6 +127,11 @@ class Place(NamedTuple):
         body: dict[str, Any] = httpx.get(f"{self.url}/health").json()
         return body
 
+    def recent(self) -> dict[str, dict[str, Any]]:
+        """What the Dev view says of the last ended requests, by the ids their clients know."""
+        state = httpx.get(f"{self.url}/dev/state").json()
+        return {public_id(one["route"], one["name"]): one for one in state["recent"]}
+
 
 @contextlib.contextmanager
 def serving(setting: Setting, *flags: str, native: bool = True) -> Iterator[Place]:
@@ -139,8 +146,8 @@ def serving(setting: Setting, *flags: str, native: bool = True) -> Iterator[Plac
 
 
 @contextlib.contextmanager
-def peer_server(setting: Setting) -> Iterator[Place]:
-    """llama-cpp-python's server on the same file and threads."""
+def peer_server(setting: Setting, window: int = 2048) -> Iterator[Place]:
+    """llama-cpp-python's server on the same file and threads. A new request does not cut the one it is at."""
     python = shutil.which(setting.peer)
     if python is None or not setting.model.endswith(".gguf"):
         raise SystemExit("the peer needs an interpreter with llama-cpp-python[server] and a GGUF file")
@@ -152,7 +159,8 @@ def peer_server(setting: Setting) -> Iterator[Place]:
     threads = str(setting.threads)
     process = subprocess.Popen(
         [python, "-m", "llama_cpp.server", "--model", setting.model, "--n_threads", threads,
-         "--n_threads_batch", threads, "--n_ctx", "2048", "--port", str(port), "--verbose", "false"],
+         "--n_threads_batch", threads, "--n_ctx", str(window), "--port", str(port), "--verbose", "false",
+         "--interrupt_requests", "false"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
@@ -202,8 +210,9 @@ def ask(
     prompt: str = "",
     messages: list[dict[str, str]] | None = None,
     processor_s: Callable[[], float] = lambda: 0.0,
+    more: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """Stream a greedy answer of ``tokens`` tokens: a completion of ``prompt``, or to ``messages``.
+    """Stream a greedy answer of ``tokens`` tokens: a completion of ``prompt``, or to ``messages``; ``more`` fields.
 
     One that ends before its limit is no measurement: SystemExit. The rate counts tokens by that limit, not by chunks:
     a chunk holds all tokens of its round.
@@ -211,7 +220,7 @@ def ask(
     route = "/v1/completions" if messages is None else "/v1/chat/completions"
     what = {"prompt": prompt} if messages is None else {"messages": messages}
     fields = {"model": "m", "max_tokens": tokens, "temperature": 0, "stream": True}
-    body = {**what, **fields, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    body = {**what, **fields, "stream_options": {"include_usage": True}, "ignore_eos": True, **(more or {})}
     begun, came, before = time.perf_counter(), [], None
     with httpx.stream("POST", url + route, json=body, timeout=PATIENCE_S) as response:
         if response.status_code != 200:

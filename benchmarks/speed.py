@@ -1,4 +1,4 @@
-"""All measurements of speed, one after the other, and how every mark came out (row N5).
+"""The measurements of speed, one after the other, and how every mark came out (row N5).
 
 python -m benchmarks.speed --peer-python PYTHON [--rounds 5] [--threads 0] [--model FILE]
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import click
 from rich.table import Table
 
-from benchmarks import busy, continued, copying, decode, rows, together
+from benchmarks import busy, continued, copying, decode, parallel, rows
 from benchmarks.bench import Mark, Setting, options, report
 
 Part = Callable[[Setting], tuple[Table, list[Mark]]]
@@ -21,7 +21,7 @@ PARTS: dict[str, Part] = {
     "rows": lambda setting: rows.measure(setting, rows.loaded(setting), 100),
     "copying": lambda setting: copying.measure(setting, 160),
     "continued": lambda setting: continued.measure(setting, 2500),
-    "together": lambda setting: together.measure(setting, 128, False),
+    "parallel": lambda setting: parallel.measure(setting, 128, False, 8),
 }
 
 

@@ -6,6 +6,7 @@ Knows names and counts only; who asks does the harm. Every point fires once a pr
 ``die_at_load``      any count: the process exits after ``Described``, before the weights are read
 ``stall_load``       any count: the load stands still after ``Described``
 ``decline_start``    the n-th ``Start`` is declined with ``memory``
+``decline_guest``    the n-th ``Guest`` is declined with ``memory``
 ``fault_at_chunk``   instead of the n-th prefill step of a run an exception is raised
 ``die_at_chunk``     instead of the n-th prefill step of a run the process exits
 ``fault_at_token``   instead of choosing a run's n-th answer token (counted from 1) an exception is raised
@@ -27,6 +28,7 @@ NAMES = frozenset(
         "die_at_load",
         "stall_load",
         "decline_start",
+        "decline_guest",
         "fault_at_chunk",
         "die_at_chunk",
         "fault_at_token",

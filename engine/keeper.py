@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine import memory
 from engine.disk import Disk
-from engine.load import ROUND_ROWS, Loaded
+from engine.load import ROUND_ROWS, Loaded, marks_bytes
 from engine.models.cache import Cache, Mark
 from engine.native import packed
 from engine.pipe import complain
@@ -41,7 +41,7 @@ class Keeper:
     @property
     def nbytes(self) -> int:
         """Bytes of what is held beside the slots' own rows."""
-        return self._residency.nbytes
+        return self._residency.nbytes(self._kept)
 
     @property
     def busy(self) -> bool:
@@ -69,6 +69,10 @@ class Keeper:
             cache.go_back(None)
             return 0, "none"
 
+    def lend(self, slot: int) -> None:
+        """A guest will write to the slot's rows; all is put back behind it."""
+        self._residency.lend(slot)
+
     def read(self, slot: int, run: Sequence) -> None:
         """A prefill step of a run is done: a checkpoint where one belongs."""
         at_end = run.rows == run.prompt
@@ -90,17 +94,46 @@ class Keeper:
             self._residency.mark(slot, mark, instead=marked.pop(0) if len(marked) == 2 else 0)
             marked.append(mark.rows)
 
-    def end(self, slot: int, run: Sequence) -> None:
-        """A run is over: its first ``run.rows`` rows stay; after a fault nothing does."""
+    def end(self, slot: int, run: Sequence) -> int:
+        """A run is over: of its first ``run.rows`` rows so many stay, all or none; after a fault none does."""
         tokens = [*run.start.tokens, *run.answer][: run.rows]
+        stay, more = False, run.keeps_end
+        self._ends[slot] = self._ends[slot] if more else None
         try:
             if tokens:
-                self._residency.end(slot, tokens, run.start.hashes)
+                stay = self._residency.end(slot, tokens, run.start.hashes, more=more)
         except Exception as error:
             complain(f"what slot {slot} held is forgotten: {type(error).__name__}")
             tokens = []
         if not tokens:
             self._residency.drop(slot)
+        return run.rows if stay else 0
+
+    @property
+    def growth(self) -> int:
+        """What checkpoints and the park may still take of the device's memory (row M7)."""
+        return self._residency.growth
+
+    def spare(self) -> dict[str, int]:
+        """What levels of memory could give back, by name (``protocol.LEVELS``)."""
+        return self._residency.spare(self._kept)
+
+    def give_back(self, level: str, nbytes: int) -> int:
+        """Let entries of a level go, no more than free ``nbytes``; what that freed."""
+        return self._residency.give_back(level, nbytes, self._kept)
+
+    def forget_end(self, slot: int) -> None:
+        """The end of the slot's last prompt is not gone on from."""
+        self._ends[slot] = None
+
+    def end_bytes(self, slot: int) -> int:
+        """What forgetting it frees: nothing where its state is one of the slot's checkpoints."""
+        others = [mark for at, mark in enumerate(self._ends) if mark is not None and at != slot]
+        return self.nbytes - self._residency.nbytes(others)
+
+    @property
+    def _kept(self) -> list[Mark]:
+        return [mark for mark in self._ends if mark is not None]
 
     def work(self) -> bool:
         """A piece of what is to be written. Whether there is more. What fails is not written, and harms no run."""
@@ -117,18 +150,32 @@ class Keeper:
 
 def keeper_for(config: Config, loaded: Loaded) -> Keeper:
     """What is kept with these settings."""
-    park = config.park_bytes if config.park_bytes >= 0 else max(memory.free("cpu"), 0) // PARK_SHARE
     recurrent = loaded.model.state_bytes > 0  # its checkpoints are on the grid
     residency = Residency(
         config.epoch,
         len(loaded.caches),
         config.prefix_chunk,
-        park,
+        park_limit(config, loaded),
         _disk(config, loaded) if config.disk_cache_bytes > 0 and config.data_dir else None,
         recurrent=recurrent,
+        apart=memory.apart(loaded.device),
+        marks_bytes=marks_bytes(loaded.model.state_bytes) * len(loaded.caches),
     )
     steps = None if recurrent or same_bits(loaded) else loaded.steps
     return Keeper(residency, loaded.caches, config.prefix_chunk, steps)
+
+
+def park_limit(config: Config, loaded: Loaded) -> int:
+    """What parked conversations may take: as asked for or a share of what is free, never over the ceiling (J1).
+
+    Below it is also room for the checkpoints of every slot.
+    """
+    limit = config.park_bytes if config.park_bytes >= 0 else max(memory.free("cpu"), 0) // PARK_SHARE
+    ready = loaded.ready
+    if memory.apart(loaded.device) or not ready.ceiling:
+        return limit
+    taken = max(memory.reserved(loaded.device), ready.weights_bytes + ready.kv_bytes)
+    return max(0, min(limit, ready.ceiling - taken - marks_bytes(loaded.model.state_bytes) * len(loaded.caches)))
 
 
 def same_bits(loaded: Loaded) -> bool:

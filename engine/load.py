@@ -18,7 +18,7 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from engine import memory
+from engine import memory, sizes
 from engine.failpoints import EXIT_CODE, Failpoints
 from engine.grammar import Masks
 from engine.models.batch import Rows
@@ -39,7 +39,6 @@ ROUND_ROWS = 32
 """The most rows of a round, of all its runs together."""
 _CHECK_STEPS = 50
 _BEAT_S = 0.25
-_LEAST_SPARE = 256 << 20
 
 
 class LoadFailed(Exception):
@@ -116,6 +115,7 @@ def load(
     """
     began = time.perf_counter()
     device, threads = device_for(config), config.threads or processors()
+    whole = memory.whole(device)
     torch.set_num_threads(threads)  # of what loads; the model's steps are told below
     native = checkpoint.config.window
     _refuse_bad(config, native)
@@ -128,7 +128,7 @@ def load(
         checkpoint, device=torch.device(device), threads=threads, rows=config.max_len or native, progress=progress
     )
     model.use(threads)
-    window = _window(config, native, model, device)
+    window = _window(config, native, model, device, memory.ceiling_of(whole, config.mem_ceiling))
     if window != (config.max_len or native):
         line.post(describe(config, checkpoint, "torch", window, known.pieces))
     rows = windows(window, config.parallel, config.side_max_len)
@@ -139,6 +139,9 @@ def load(
     steps = Steps(grid, (config.safe_rows,)) if config.safe_rows else measured(grid, window, bench.step, bench.known)
     one_s = one_thread(bench, threads, device)
     costs = bench.rounds(ROUND_ROWS if config.speculate else 1)
+    kv_bytes, prefill = _cache_bytes(model, rows), prefill_bytes(steps, model)
+    bounds = memory.bounds(whole, prefill(window), config.mem_ceiling, config.mem_peak, config.slack)
+    most = _most_rows(window, bounds.peak, model.weights_bytes + kv_bytes, prefill)
     ready = Ready(
         config.epoch,
         load_s=time.perf_counter() - began,
@@ -148,13 +151,18 @@ def load(
         decode_rate=bench.decode_rate(),
         file_bytes=checkpoint.file_bytes,
         weights_bytes=model.weights_bytes,
-        kv_bytes=_cache_bytes(model, rows),
+        kv_bytes=kv_bytes,
         rss_bytes=memory.resident(),
         device=device,
         threads=threads,
         path=model.path,
         alike=model.alike,
         state_bytes=model.state_bytes,
+        ceiling=bounds.ceiling,
+        peak_limit=bounds.peak,
+        slack=bounds.slack,
+        workspaces=memory.heights(window, prefill),
+        most_rows=most,
     )
     masks = Masks(known.pieces, checkpoint.end_ids, checkpoint.config.vocab)
     return Loaded(model, caches, rows, steps, device, one_s, costs, ready, known, masks)
@@ -326,27 +334,57 @@ def stand_still() -> None:
         time.sleep(3600)
 
 
-def _window(config: Config, native: int, model: Model, device: str) -> int:
-    free = memory.free(device)
-    room = free - max(_LEAST_SPARE, free // 10)  # steps need room of their own
-    room -= (model.state_bytes + _marks_bytes(model)) * config.parallel
+def prefill_bytes(steps: Steps, model: Model) -> Callable[[int], int]:
+    """What the prefill of a prompt takes, by its rows."""
+    return lambda rows: memory.of_prefill(rows, steps.grid, steps.at, model.workspace)
+
+
+def _most_rows(window: int, peak: int, held: int, prefill: Callable[[int], int]) -> int:
+    """The longest prompt that may be read with weights and caches alone ``held``. Raises ``LoadFailed``: none may."""
+    most = memory.longest(window, peak - held, prefill)
+    if not most:
+        needed = memory.gib(held + prefill(1))
+        raise LoadFailed(f"--mem-peak-gib allows {memory.gib(peak)}: a prompt of one token needs {needed}.", 3)
+    return most
+
+
+def _window(config: Config, native: int, model: Model, device: str, ceiling: int) -> int:
+    taken = max(memory.reserved(device) - memory.loose(device), model.weights_bytes)
+    room = memory.room(memory.free(device), ceiling - taken)
+    bound = f" --mem-ceiling-gib allows {memory.gib(ceiling)} in all." if room == ceiling - taken else ""
+    room -= (model.state_bytes + marks_bytes(model.state_bytes)) * config.parallel
     sides = config.parallel - 1, config.side_max_len
-    window, cut = _fitting(config.max_len, native, model.kv_bytes_per_row, room, sides)
+    window, cut = _fitting(config.max_len, native, model.kv_bytes_per_row, room, sides, bound)
     if cut:
-        complain(cut)
+        complain(cut + bound)
     return window
 
 
-def _fitting(asked: int, native: int, per_row: int, room: int, sides: tuple[int, int] = (0, 0)) -> tuple[int, str]:
+def _fitting(
+    asked: int, native: int, per_row: int, room: int, sides: tuple[int, int] = (0, 0), bound: str = ""
+) -> tuple[int, str]:
+    """As ``memory.fit``. ``bound``: a sentence of what bounds the ``room``."""
     try:
         return memory.fit(asked, native, per_row, room, *sides)
     except memory.DoesNotFit as error:
-        raise LoadFailed(str(error), 3) from None
+        raise LoadFailed(f"{error}{bound}", 3) from None
 
 
-def _marks_bytes(model: Model) -> int:
-    """Bytes that the checkpoints of one slot can come to. Each is one of the two states that take ``state_bytes``."""
-    return MARKS * model.state_bytes // 2
+def marks_bytes(state: int) -> int:
+    """Bytes that the checkpoints of one slot can come to. Each is one of the two states that take ``state``."""
+    return MARKS * state // 2
+
+
+def windows_line(config: Config, loaded: Loaded, native: int) -> str:
+    """What the window that was taken, half and double of it take and leave, for the log (row I8)."""
+    model, ready = loaded.model, loaded.ready
+    held = sizes.Model(
+        model.weights_bytes, model.kv_bytes_per_row, model.state_bytes, marks_bytes(model.state_bytes)
+    )  # fmt: skip
+    every = sizes.around(held, loaded.window, config.parallel, config.side_max_len)
+    free = memory.free(loaded.device) + every[0].together
+    beside = max(memory.reserved(loaded.device) - every[0].together, 0)
+    return f"[engine] {sizes.line(every, sizes.Machine(free, ready.ceiling - beside), native)}"
 
 
 def _cache_bytes(model: Model, rows: list[int]) -> int:

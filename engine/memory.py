@@ -8,24 +8,36 @@ of a message  counts
 ============  ========================================================================================================
 weights       matrices and vectors in the form they are kept in, a tied head once; not the table of rotary angles
 kv            every slot's rows and both of its recurrent states, whether a run is in it or not
-allocated     weights, kv, and what is parked or marked: copies of rows and checkpoints of states
+allocated     weights, kv, and what is parked, marked, kept or lent: copies of rows, checkpoints of states, logits after
+              a prompt. What stands in two places counts once; what lies in another memory than the device's does not
 reserved      the process's resident memory, interpreter and libraries among it; of a device what its allocator holds
 peak          the most that was ever reserved
 workspace     what the dearest step of a prefill takes beside what is allocated (:func:`of_prefill`). Some of it may be
               held already: the native step's own room stays, and an allocator gives back late
+ceiling       what may be taken between requests; caches grow only below it
+peak_limit    what may be taken during a prefill
+slack         of an allocator's free blocks so many stay its own between requests
 ============  ========================================================================================================
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 _LARGE = 1 << 60  # control groups write a huge number, or "max", for no limit
 _KIB = 1024
+_SLACK = 2 << 30
+_FIRST = (1, 64, 256)
+_DOUBLED = 1024
+_LEAST_SPARE = 256 << 20
 
 
 class DoesNotFit(Exception):
@@ -57,6 +69,95 @@ def free(device: str) -> int:
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     return min([_available(), *_group_room()])
+
+
+def whole(device: str) -> int:
+    """The device's memory; on the CPU what is free and what this process holds."""
+    if device == "cuda":
+        return int(torch.cuda.mem_get_info()[1])
+    return free(device) + reserved(device)
+
+
+def apart(device: str) -> bool:
+    """Whether the device's memory is another than the machine's: what is copied to the machine takes none of it."""
+    return device == "cuda" and not getattr(torch.cuda.get_device_properties(0), "is_integrated", 0)
+
+
+def loose(device: str) -> int:
+    """Free blocks that a device's allocator holds. What the CPU's could give back is not known beforehand: 0."""
+    return max(0, int(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())) if device == "cuda" else 0
+
+
+def empty(device: str) -> None:
+    """Give an allocator's free blocks back to the driver or the system."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        trim()
+
+
+def trim() -> None:
+    """Hand memory that was freed back to the system: glibc keeps it otherwise, and it would count as ours."""
+    if sys.platform == "linux":
+        give = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if give is not None:
+            give(0)
+
+
+def collect(device: str) -> None:
+    """Collect what nobody uses, and empty the allocators."""
+    gc.collect()
+    empty(device)
+    if device != "cpu":
+        trim()
+
+
+class Bounds(NamedTuple):
+    """What may be taken between requests and during a prefill, and what free blocks may stay between requests."""
+
+    ceiling: int
+    peak: int
+    slack: int
+
+
+def ceiling_of(whole: int, asked: int = 0) -> int:
+    """What may be taken between requests of so much memory: as ``asked``, else four fifths."""
+    return asked or whole * 4 // 5
+
+
+def bounds(whole: int, longest: int, ceiling: int = 0, peak: int = 0, slack: int = -1) -> Bounds:
+    """As asked for; what is not asked for (0, of ``slack`` -1) from the ``whole`` memory.
+
+    ``longest``: what the prefill of a whole window takes.
+    """
+    ceiling = ceiling_of(whole, ceiling)
+    return Bounds(ceiling, peak or ceiling + longest, min(_SLACK, whole // 50) if slack < 0 else slack)
+
+
+def room(free: int, left: int) -> int:
+    """What rows may take of the ``free`` memory: steps need some of their own. ``left``: up to the ceiling."""
+    return min(free - max(_LEAST_SPARE, free // 10), left)
+
+
+def heights(window: int, of: Callable[[int], int]) -> list[tuple[int, int]]:
+    """What prefills ``of`` 1, 64, 256, 1024 rows take, then doubling up to the window. Never falling."""
+    rows = [*_FIRST, *(_DOUBLED << n for n in range(window.bit_length()))]
+    told: list[tuple[int, int]] = []
+    for count in [*(count for count in rows if count < window), window]:
+        told.append((count, max(of(count), told[-1][1] if told else 0)))
+    return told
+
+
+def longest(window: int, room: int, of: Callable[[int], int]) -> int:
+    """The most rows whose prefill takes at most ``room``, up to the window; ``of`` says what one takes. 0: none."""
+    low, high = 0, window
+    while low < high:
+        middle = (low + high + 1) // 2
+        if of(middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def fit(asked: int, native: int, per_row: int, room: int, sides: int = 0, side: int = 0) -> tuple[int, str]:

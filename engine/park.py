@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine.models.cache import Mark
 from engine.prefix import Prefix, shared
+from engine.tally import Tally, alone, without
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +21,14 @@ class Parked:
     rows: dict[str, Tensor]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the copies of its rows."""
+        return sum(tensor.nbytes for tensor in self.rows.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its copies."""
-        return sum(tensor.nbytes for tensor in self.rows.values()) + sum(mark.nbytes for mark in self.prefix.marks)
+        return self.row_bytes + sum(mark.nbytes for mark in self.prefix.marks)
 
 
 class Park:
@@ -39,6 +46,16 @@ class Park:
     def nbytes(self) -> int:
         """Bytes of all that is parked."""
         return sum(parked.nbytes for parked in self._parked.values())
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the copies of rows."""
+        return sum(parked.row_bytes for parked in self._parked.values())
+
+    @property
+    def marks(self) -> list[Mark]:
+        """All checkpoints, the least used conversation's first."""
+        return [mark for parked in self._parked.values() for mark in parked.prefix.marks]
 
     def room(self, nbytes: int, prefix: Prefix | None = None) -> bool:
         """Let so many go that ``nbytes`` fit. False, and none goes: that is more than may ever be here.
@@ -78,6 +95,22 @@ class Park:
     def take(self, parked: Parked) -> None:
         """It is here no more."""
         del self._parked[parked.number]
+
+    def thin(self, going: list[Mark]) -> None:
+        """Let these checkpoints go."""
+        for parked in self._parked.values():
+            parked.prefix.marks = without(parked.prefix.marks, going)
+
+    def shrink(self, nbytes: int, others: list[Mark]) -> int:
+        """Let the least used go, no more than free ``nbytes``; what that freed. ``others`` hold checkpoints too."""
+        tally, freed = Tally(alone(self.marks, others)), 0
+        for parked in self:
+            if freed >= nbytes:
+                break
+            freed += parked.row_bytes
+            freed += sum(tally.drop(mark) for mark in parked.prefix.marks if mark in tally)
+            self.take(parked)
+        return freed
 
     def _outgrown(self, prefix: Prefix) -> None:
         """Those that ``prefix`` goes on from are of no use beside it."""

@@ -2,7 +2,7 @@
 
 Frames are a 4-byte little-endian length and one msgpack-encoded tagged struct. Every message carries the engine's
 ``epoch`` (the server counts its starts); all about a run carry its ``run``. A run id is not a request id: one request
-may run more than once. **Each ``Start`` gets exactly one ``Ended`` or ``Declined``.**
+may run more than once. **Each ``Start`` or ``Guest`` gets exactly one ``Ended`` or ``Declined``.**
 
 A round is what one decode step commits (one token without speculation). The engine never commits a second round past
 the last acknowledged token: it waits for ``Seen``. ``Cancel(keep=n)`` ends a run and leaves the rows of the prompt and
@@ -95,7 +95,10 @@ class Seen(msgspec.Struct, tag="seen", frozen=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
-    """End ``run`` at the next safe point. ``keep``: answer tokens whose rows stay (None: those acknowledged)."""
+    """End ``run`` at the next safe point. ``keep``: answer tokens whose rows stay.
+
+    None: those acknowledged, and no other choice of its prompt follows: its client has left.
+    """
 
     epoch: int
     run: int
@@ -116,7 +119,40 @@ class Stop(msgspec.Struct, tag="stop", frozen=True):
     epoch: int
 
 
-ToEngine = Start | Seen | Cancel | Measure | Stop
+LEVELS = ("allocator", "images", "snapshots", "guest_copies", "park", "graphs", "checkpoints")
+"""What memory can be given back, the cheapest to lose first (row J2): the allocator's free blocks · encoded images ·
+stored snapshots · guest copies not in use · parked conversations · idle graph sets · resident checkpoints."""
+
+
+class Guest(msgspec.Struct, tag="guest", frozen=True):
+    """Serve ``start`` inside the run ``holder``, in its slot, at its next safe point; one at a time (rows K2 to K5).
+
+    It gets ``Declined``, or ``GuestStarted`` and later its ``Ended``. What the holder had is put back behind it, bit
+    for bit. ``start.slot`` is the holder's; ``start.max_tokens`` the lane's cap.
+    """
+
+    epoch: int
+    start: Start
+    holder: int
+
+
+class GiveBack(msgspec.Struct, tag="give_back", frozen=True):
+    """Give back at least ``nbytes`` of a level of ``LEVELS``, no more entries than needed; answered by ``Memory``."""
+
+    epoch: int
+    run: int
+    level: str
+    nbytes: int
+
+
+class Collect(msgspec.Struct, tag="collect", frozen=True):
+    """Collect what nobody uses and empty the allocator; answered by ``Memory``."""
+
+    epoch: int
+    run: int
+
+
+ToEngine = Start | Seen | Cancel | Measure | Stop | Guest | GiveBack | Collect
 
 # -- from the engine ---------------------------------------------------------------------------------------------
 
@@ -158,6 +194,10 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
 
     ``path``: what computes, in words (``native avx2``). ``alike``: the most rows of a step that come out the same bits
     as each alone; 1: no drafts and no joint rounds. ``state_bytes``: the recurrent state of one sequence.
+
+    ``ceiling``, ``peak_limit`` and ``slack`` bound memory as row J1 says; 0: not known. ``workspaces``: what prefills
+    of so many rows take, rising; ``most_rows``: the longest prompt that fits when every cache is given back, 0: not
+    known.
     """
 
     epoch: int
@@ -175,10 +215,19 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     path: str = ""
     alike: int = 1
     state_bytes: int = 0
+    ceiling: int = 0
+    peak_limit: int = 0
+    slack: int = 0
+    workspaces: list[tuple[int, int]] = []
+    most_rows: int = 0
 
 
 class Memory(msgspec.Struct, tag="memory", frozen=True):
-    """The answer to ``Measure``, in bytes."""
+    """The answer to ``Measure``, ``GiveBack`` and ``Collect``, in bytes. ``free``: what can still be taken.
+
+    ``workspace``: of the prefill last measured for. ``levels``: what each of ``LEVELS`` could give back, in order.
+    ``growth``: what caches may still take beside; -1: not known.
+    """
 
     epoch: int
     run: int
@@ -186,6 +235,19 @@ class Memory(msgspec.Struct, tag="memory", frozen=True):
     reserved: int
     peak: int
     workspace: int
+    free: int = 0
+    levels: list[tuple[str, int]] = []
+    growth: int = -1
+
+
+class GuestStarted(msgspec.Struct, tag="guest_started", frozen=True):
+    """The guest ``run`` is inside ``holder``. Of it ``rows`` rows, ``nbytes`` bytes, were copied before."""
+
+    epoch: int
+    run: int
+    holder: int
+    rows: int
+    nbytes: int
 
 
 class Chunk(msgspec.Struct, tag="chunk", frozen=True):
@@ -258,8 +320,9 @@ class Resumed(msgspec.Struct, tag="resumed", frozen=True):
 class Ended(msgspec.Struct, tag="ended", frozen=True):
     """The run is over and its slot free. ``reason``: stop, length, cancelled or fault; ``why`` a fault's class name.
 
-    ``kept`` rows stay resident, ``generated`` answer tokens were committed in ``rounds`` steps; ``drafted`` tokens were
-    proposed, ``accepted`` of them committed.
+    ``kept`` rows stay: in slot 0, in the park, or in a side slot for a next choice (``Start.keep_end``); else they are
+    lost. ``generated`` answer tokens were committed in ``rounds`` steps; ``drafted`` tokens were proposed, ``accepted``
+    of them committed.
     """
 
     epoch: int
@@ -276,7 +339,7 @@ class Ended(msgspec.Struct, tag="ended", frozen=True):
 
 
 class Declined(msgspec.Struct, tag="declined", frozen=True):
-    """The run was not started. ``reason``: busy, late, memory."""
+    """The run was not started. ``reason``: busy, late, memory; of a guest no_holder too."""
 
     epoch: int
     run: int
@@ -307,7 +370,20 @@ class OwnWork(msgspec.Struct, tag="own_work", frozen=True):
     begun: bool
 
 
-FromEngine = Loading | Described | Ready | Memory | Resumed | Chunk | Tokens | Ended | Declined | Resident | OwnWork
+FromEngine = (
+    Loading
+    | Described
+    | Ready
+    | Memory
+    | GuestStarted
+    | Resumed
+    | Chunk
+    | Tokens
+    | Ended
+    | Declined
+    | Resident
+    | OwnWork
+)
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -320,7 +396,8 @@ class Config(msgspec.Struct, frozen=True):
     memory for conversations put aside, 0: none, -1: from what is free. ``disk_cache_bytes``: what prefixes may take in
     ``data_dir``, 0: none is written or read. ``parallel_cut``: with several sequences decoding, each one's drafts are
     cut to its share of a step (``share``) or by the whole step (``joint``). ``parallel`` slots: the first has the whole
-    window, the others at most ``side_max_len`` rows.
+    window, the others at most ``side_max_len`` rows. ``mem_ceiling``, ``mem_peak`` and ``slack`` in bytes (row J1); 0,
+    of ``slack`` -1: from the device. ``side_graphs``: verify graphs in side slots too.
     """
 
     epoch: int
@@ -340,6 +417,10 @@ class Config(msgspec.Struct, frozen=True):
     disk_cache_bytes: int = 0
     data_dir: str = ""
     parallel_cut: str = "share"
+    mem_ceiling: int = 0
+    mem_peak: int = 0
+    slack: int = -1
+    side_graphs: bool = True
 
 
 def windows(window: int, slots: int, side: int) -> list[int]:

@@ -1,6 +1,8 @@
-"""What stays resident from one run to the next, and where: in its slot, parked in memory, in files (G2, G5).
+"""What stays resident from one run to the next, and where: in slot 0, parked in memory, in files (G2, G5, M12).
 
-A prompt is compared with what is held by its tokens; the place with the longest part to go on from wins, a slot before
+A side slot begins with what is parked or filed, and what it held is parked behind each run or lost.
+
+A prompt is compared with what is held by its tokens; the place with the longest part to go on from wins, slot 0 before
 the park before files. Whatever else the slot held is parked before it is overwritten, if losing it would cost a prefill
 worth speaking of. The owner calls ``begin`` or ``stay`` before a run writes to its slot, ``mark`` for every checkpoint
 it makes, and ``end`` or ``drop`` behind the run; between steps ``work`` writes files, a piece at a time. The server is
@@ -19,6 +21,7 @@ from engine.models.cache import Cache, Mark
 from engine.park import Park, Parked
 from engine.prefix import Prefix, Whole, blocks, shared, with_mark
 from engine.protocol import FromEngine, OwnWork, Resident
+from engine.tally import Tally, alone, enough, without
 
 WORTH = 256
 """Rows that are parked rather than lost. Fewer, where the prefill's grid is finer."""
@@ -42,12 +45,15 @@ class Writing:
     rows: int
     pieces: Generator[None]
     begun: bool = False
+    marks: Sequence[Mark] = ()
 
 
 class Residency:
     """``grid``: rows between checkpoints. ``park_bytes``: what may be parked. ``disk``: the files, where there are any.
 
-    ``recurrent``: a state stands beside the rows. ``whole``: what of a shared part a run may begin behind.
+    ``recurrent``: a state stands beside the rows. ``whole``: what of a shared part a run may begin behind. ``apart``:
+    what is parked takes none of the memory that slots are in. ``marks_bytes``: what checkpoints of all slots can come
+    to.
     """
 
     def __init__(
@@ -60,9 +66,11 @@ class Residency:
         *,
         recurrent: bool = False,
         whole: Whole = int,
+        apart: bool = False,
+        marks_bytes: int = 0,
     ) -> None:
-        self._epoch, self._recurrent, self._whole = epoch, recurrent, whole
-        self._worth = min(grid, WORTH)
+        self._epoch, self._recurrent, self._whole, self._apart = epoch, recurrent, whole, apart
+        self._worth, self._marks_bytes = min(grid, WORTH), marks_bytes
         self._slots = [Prefix([], []) for _ in range(slots)]
         self._caches: list[Cache | None] = [None] * slots
         self._park, self._disk = Park(park_bytes), disk
@@ -71,10 +79,46 @@ class Residency:
         self._told: dict[Place, Resident] = {}
         self._changed = True
 
+    def nbytes(self, kept: Sequence[Mark] = ()) -> int:
+        """Bytes of what is parked and of the checkpoints of slots, with those that the owner has ``kept`` besides."""
+        marks = [*self._marks, *self._pinned(kept)]
+        return Tally(marks).nbytes if self._apart else Tally([*marks, *self._park.marks]).nbytes + self._park.row_bytes
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of what is parked and of the checkpoints of slots."""
-        return self._park.nbytes + sum(mark.nbytes for held in self._slots for mark in held.marks)
+    def growth(self) -> int:
+        """What checkpoints of slots may still take, and what may still be parked where that is memory of the device."""
+        marks = max(self._marks_bytes - Tally(self._marks).nbytes, 0)
+        return marks + (0 if self._apart else max(self._park.limit - self._park.nbytes, 0))
+
+    def spare(self, kept: Sequence[Mark] = ()) -> dict[str, int]:
+        """What these levels could give back, each when those before it are gone (``protocol.LEVELS``)."""
+        pinned = self._pinned(kept)
+        checkpoints = Tally(alone(self._spare, [*self._newest, *pinned])).nbytes
+        if self._apart:
+            return {"snapshots": 0, "park": 0, "checkpoints": checkpoints}
+        others = [*self._marks, *pinned]
+        parked = Tally(alone(self._park.marks, others)).nbytes + self._park.row_bytes
+        snapshots = Tally(self._stored(others)).nbytes
+        return {"snapshots": snapshots, "park": parked - snapshots, "checkpoints": checkpoints}
+
+    def give_back(self, level: str, nbytes: int, kept: Sequence[Mark] = ()) -> int:
+        """Let entries of a level of ``spare`` go, no more than free ``nbytes``; what that freed.
+
+        Of ``snapshots`` those of the conversation least used go first; of ``checkpoints`` those of the last slot.
+        """
+        pinned, freed = self._pinned(kept), 0
+        if level == "snapshots" and not self._apart:
+            going, freed = enough(self._stored([*self._marks, *pinned]), nbytes)
+            self._park.thin(going)
+        elif level == "park" and not self._apart:
+            freed = self._park.shrink(nbytes, [*self._marks, *pinned])
+        elif level == "checkpoints":
+            held = [*self._newest, *pinned, *(() if self._apart else self._park.marks)]
+            going, freed = enough(alone(self._spare, held), nbytes)
+            for prefix in self._slots:
+                prefix.marks = without(prefix.marks, going)
+        self._changed = self._changed or freed > 0
+        return freed
 
     @property
     def busy(self) -> bool:
@@ -84,6 +128,8 @@ class Residency:
     def begin(self, slot: int, cache: Cache, tokens: list[int], hashes: Sequence[bytes]) -> Begin:
         """Ready ``slot`` for a run over ``tokens``: ``cache`` holds its first rows then, and stands behind them."""
         self._caches[slot] = cache
+        if slot:
+            self._slots[slot] = Prefix([], [])
         source = "slot"
         while True:
             held = self._slots[slot]
@@ -128,11 +174,14 @@ class Residency:
             left = [old for old in self._slots[slot].marks if old.rows != instead]
             self._slots[slot].marks = with_mark(left, mark)
 
-    def end(self, slot: int, tokens: list[int], hashes: Sequence[bytes]) -> None:
-        """The run in ``slot`` is over: these tokens' rows stay. ``hashes``: of its prompt."""
+    def end(self, slot: int, tokens: list[int], hashes: Sequence[bytes], *, more: bool = False) -> bool:
+        """The run in ``slot`` is over: whether these tokens' rows stay anywhere. ``hashes``: of its prompt.
+
+        A side slot keeps no conversation (row M12): it is parked, or lost. ``more``: another run begins in these rows.
+        """
         cache, rows = self._caches[slot], len(tokens)
         if cache is None:
-            return
+            return False
         marks = [mark for mark in self._slots[slot].marks if mark.rows <= rows]
         told = list(hashes[: blocks(hashes, tokens, rows)])
         stands = rows if cache.rewind(rows) == rows else 0
@@ -140,6 +189,15 @@ class Residency:
         self._release(slot, rows)
         self._plan(slot)
         self._changed = True
+        if not slot or more:
+            return True
+        parked = self._put_aside(slot, cache, 0)
+        self._slots[slot] = Prefix([], [])
+        return parked
+
+    def lend(self, slot: int) -> None:
+        """A guest writes to the slot's rows for a while: what copies them stops, and begins anew behind the run."""
+        self._release(slot, 0)
 
     def drop(self, slot: int) -> None:
         """Nothing of ``slot`` is trusted: a fault."""
@@ -178,15 +236,37 @@ class Residency:
         return [*said, *gone, *new]
 
     def _places(self) -> Iterator[Resident]:
-        for slot, held in enumerate(self._slots):
+        held = self._slots[0]
+        if held.tokens:
             nbytes = sum(mark.nbytes for mark in held.marks)
-            if held.tokens:
-                yield Resident(self._epoch, "slot", slot, len(held.tokens), list(held.hashes), nbytes)
+            yield Resident(self._epoch, "slot", 0, len(held.tokens), list(held.hashes), nbytes)
         for parked in self._park:
             prefix = parked.prefix
             yield Resident(self._epoch, "park", parked.number, len(prefix.tokens), list(prefix.hashes), parked.nbytes)
         for number, rows, hashes, nbytes in self._disk.held() if self._disk is not None else ():
             yield Resident(self._epoch, "disk", number, rows, hashes, nbytes)
+
+    @property
+    def _marks(self) -> list[Mark]:
+        return [mark for held in self._slots for mark in held.marks]
+
+    @property
+    def _newest(self) -> list[Mark]:
+        return [mark for held in self._slots for mark in held.marks[-1:]]
+
+    @property
+    def _spare(self) -> list[Mark]:
+        """Checkpoints that are not their slot's newest; slot 0's come last."""
+        return [mark for held in reversed(self._slots) for mark in held.marks[:-1]]
+
+    def _stored(self, others: Sequence[Mark]) -> list[Mark]:
+        """Checkpoints of parked conversations that are not their last, and that nobody else holds."""
+        lasts = [mark for parked in self._park for mark in parked.prefix.marks[-1:]]
+        return alone(self._park.marks, [*others, *lasts])
+
+    def _pinned(self, kept: Sequence[Mark]) -> list[Mark]:
+        """Checkpoints that stay whatever is given back: the owner's, and of what is being written."""
+        return [*kept, *(mark for writing in self._writing for mark in writing.marks)]
 
     def _usable(self, prefix: Prefix, tokens: list[int]) -> int:
         return prefix.usable(tokens, recurrent=self._recurrent, whole=self._whole)
@@ -213,12 +293,12 @@ class Residency:
         marks = [mark for mark in prefix.marks if mark.rows <= rows]
         self._slots[slot] = Prefix(prefix.tokens[:rows], list(prefix.hashes), marks)
 
-    def _put_aside(self, slot: int, cache: Cache, staying: int) -> None:
-        """Park what ``slot`` holds, whole, if more than its first ``staying`` rows would be lost with it."""
+    def _put_aside(self, slot: int, cache: Cache, staying: int) -> bool:
+        """Park what ``slot`` holds, whole, if more than its first ``staying`` rows would be lost; whether it is."""
         held = self._slots[slot]
         rows = len(held.tokens)
         if rows - staying < self._worth:
-            return
+            return False
         marks = held.marks
         if self._recurrent and held.stands == rows and (mark := cache.mark()) is not None:
             marks = with_mark(marks, mark)
@@ -226,7 +306,7 @@ class Residency:
         there, most = self._park.best(lambda prefix: self._usable(prefix, [*held.tokens, 0]))
         if there is not None and most >= best:
             self._park.touch(there)
-            return
+            return True
         size = rows * sum(tensor.nbytes for tensor in cache.copy(0, 1).values())
         for kept in (marks, marks[-1:]):
             if self._park.room(size + sum(mark.nbytes for mark in kept), held):
@@ -237,17 +317,18 @@ class Residency:
                 finally:
                     self._said.append(OwnWork(self._epoch, "park copy", False))
                 self._park.add(Prefix(list(held.tokens), list(held.hashes), copied), copies)
-                return
+                return True
+        return False
 
     def _plan(self, slot: int, behind: int = 0) -> None:
-        """Have the files written that the slot's prefix is worth, where that are more than ``behind`` rows."""
+        """Have the files written that slot 0's prefix is worth, where that are more than ``behind`` rows."""
         cache, held = self._caches[slot], self._slots[slot]
-        if self._disk is None or cache is None or any(writing.slot == slot for writing in self._writing):
+        if slot or self._disk is None or cache is None or any(writing.slot == slot for writing in self._writing):
             return
         rows = self._disk.missing(held)
         if rows > behind:
             prefix = Prefix(held.tokens[:rows], list(held.hashes), list(held.marks))
-            self._writing.append(Writing(slot, rows, self._disk.save(prefix, cache)))
+            self._writing.append(Writing(slot, rows, self._disk.save(prefix, cache), marks=prefix.marks))
 
     def _release(self, slot: int, rows: int) -> None:
         """Rows from ``rows`` on of ``slot`` will be written: what is still to copy them stops."""

@@ -10,8 +10,8 @@ and is that one where they are the same. Only the other tokens and what a step c
         {"ids": [5, 6, 7], "then": "die"}
     ]}
 
-The answers are used in order, one a ``Start`` that is not declined; the last one repeats. A run that reaches its
-``max_tokens`` ends there, before ``then``.
+The answers are used in order, one a ``Start`` or ``Guest`` that is not declined, as they get to their first step; the
+last one repeats. A run that reaches its ``max_tokens`` ends there, before ``then``.
 
 What chooses tokens from logits has no meaning here: sampling, an n-gram ban and a *grammar* are taken and do nothing. A
 script that says no document is answered as it stands, and one that does is ended by its ``then``. So a test of this
@@ -35,12 +35,15 @@ from engine.pieces import vocabulary
 from engine.pipe import Pipe, complain, open_pipe
 from engine.protocol import (
     Cancel,
+    Collect,
     Config,
     Described,
     FromEngine,
+    GiveBack,
+    Guest,
     Loading,
     Measure,
-    Memory,
+    OwnWork,
     Ready,
     Seen,
     Start,
@@ -49,8 +52,9 @@ from engine.protocol import (
     TokenLogprob,
     windows,
 )
+from engine.scripted_memory import ScriptedMemory
 from engine.sequence import Sequence, Step
-from engine.slots import Slots
+from engine.slots import Keeper, Slots
 from engine.weights.errors import CheckpointError
 
 Timed = tuple[float, FromEngine | Died]
@@ -79,10 +83,27 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A script file. ``load_ms`` is what starting takes."""
+    """A script file. ``load_ms`` is what starting takes. The rest is as in ``Ready`` and ``Memory``.
+
+    ``warm_up_ms``: work of its own once it is loaded, in which it does nothing else.
+    ``levels``: bytes that levels of memory hold at the start; of the allocator's ``stuck`` stay, whoever asks.
+    ``free`` 0: never said, and nothing is short.
+    """
 
     answers: list[Answer] = msgspec.field(default_factory=lambda: [Answer()])
     load_ms: float = 0.0
+    warm_up_ms: float = 0.0
+    prefill_rate: float = 1000.0
+    decode_rate: float = 100.0
+    levels: list[tuple[str, int]] = []
+    stuck: int = 0
+    free: int = 0
+    workspace_per_row: int = KV_BYTES_PER_ROW
+    ceiling: int = 0
+    peak_limit: int = 0
+    slack: int = 0
+    workspaces: list[tuple[int, int]] = []
+    most_rows: int = 0
 
 
 class Teller:
@@ -120,22 +141,39 @@ class ScriptedEngine:
 
     Drive it with ``start`` once, ``handle`` for each message and ``advance`` at ``due()``; each returns what was said,
     with its times, in order. After ``Died`` it says nothing. ``script`` must hold ids, not text (see ``encoded``).
+    ``keeper`` None: no prompt is resident when its run begins.
     """
 
-    def __init__(self, config: Config, described: Described, script: Script) -> None:
+    def __init__(self, config: Config, described: Described, script: Script, keeper: Keeper | None = None) -> None:
         self._config, self._described, self._script = config, described, script
         self._failpoints = Failpoints(config.failpoints)
         known = vocabulary(described.tokenizer, described.vocab)
         self._windows = windows(described.window, config.parallel, config.side_max_len)
-        self._slots = Slots(config.epoch, self._windows, self._failpoints, known)
+        taken = WEIGHTS_BYTES + sum(self._windows) * KV_BYTES_PER_ROW
+        self._memory = ScriptedMemory(
+            taken, script.levels, script.free, script.peak_limit, script.workspace_per_row, KV_BYTES_PER_ROW,
+            script.stuck,
+        )  # fmt: skip
+        self._slots = Slots(config.epoch, self._windows, self._failpoints, known, keeper=keeper, lender=self._memory)
         self._safe_rows = config.safe_rows or SAFE_ROWS
-        self._inbox: list[Start | Seen | Cancel | Measure] = []
-        self._tellers: dict[int, Teller] = {}  # by slot
+        self._inbox: list[Start | Guest | Seen | Cancel | Measure | GiveBack | Collect] = []
+        self._tellers: dict[int, Teller] = {}  # by slot, a guest's -1
         self._begun = 0
         self._loaded_at: float | None = None
+        self._warm_at: float | None = None
         self._work: tuple[int, Sequence] | None = None
         self._done_at = 0.0
         self._mute = False
+
+    @property
+    def silent(self) -> bool:
+        """It says nothing any more: it has died, was stopped, or stands still."""
+        return self._mute
+
+    @property
+    def live(self) -> bool:
+        """It has a run."""
+        return self._slots.live
 
     def start(self, now: float) -> list[Timed]:
         """Begin to load: ``Described`` at once, ``Ready`` after the script's ``load_ms``."""
@@ -156,6 +194,8 @@ class ScriptedEngine:
             return None
         if self._loaded_at is not None:
             return self._loaded_at
+        if self._warm_at is not None:
+            return self._warm_at
         return self._done_at if self._work is not None else None
 
     def handle(self, message: ToEngine, now: float) -> list[Timed]:
@@ -178,6 +218,11 @@ class ScriptedEngine:
                 break
             if self._loaded_at is not None:
                 said += self._load(self._loaded_at)
+                if self._warm_at is not None:
+                    continue
+            elif self._warm_at is not None:
+                said.append((self._warm_at, OwnWork(self._config.epoch, "warm-up", False)))
+                self._warm_at = None
             if self._work is not None:
                 self._finish(*self._work, self._done_at, said)
             if self._mute or not self._safe_point(now if at is None else at, said):
@@ -186,28 +231,37 @@ class ScriptedEngine:
 
     def _load(self, at: float) -> list[Timed]:
         self._loaded_at = None
-        config, kv = self._config, sum(self._windows) * KV_BYTES_PER_ROW
+        config, script, kv = self._config, self._script, sum(self._windows) * KV_BYTES_PER_ROW
         ready = Ready(
             config.epoch,
-            load_s=self._script.load_ms / 1000,
+            load_s=script.load_ms / 1000,
             safe_rows=self._safe_rows,
             selfcheck_ms=0.0,
-            prefill_rate=1000.0,
-            decode_rate=100.0,
+            prefill_rate=script.prefill_rate,
+            decode_rate=script.decode_rate,
             file_bytes=WEIGHTS_BYTES,
             weights_bytes=WEIGHTS_BYTES,
             kv_bytes=kv,
             rss_bytes=WEIGHTS_BYTES + kv,
             device="script",
             threads=1,
+            ceiling=script.ceiling,
+            peak_limit=script.peak_limit,
+            slack=script.slack,
+            workspaces=script.workspaces,
+            most_rows=script.most_rows,
         )
-        return [(at, Loading(config.epoch, "script", 1, 1)), (at, ready)]
+        said: list[Timed] = [(at, Loading(config.epoch, "script", 1, 1))]
+        if script.warm_up_ms:
+            self._warm_at = at + script.warm_up_ms / 1000
+            said.append((at, OwnWork(config.epoch, "warm-up", True)))
+        return [*said, (at, ready)]
 
     def _safe_point(self, at: float, said: list[Timed]) -> bool:
         """Read the inbox, commit, begin the next step; whether one began."""
         for message in self._inbox:
-            if isinstance(message, Measure):
-                said += [(at, self._memory(message))] if message.epoch == self._config.epoch else []
+            if isinstance(message, Measure | GiveBack | Collect):
+                said += [(at, self._memory.answer(message))] if message.epoch == self._config.epoch else []
             else:
                 said += [(at, answer) for answer in self._slots.handle(message)]
         self._inbox.clear()
@@ -219,6 +273,7 @@ class ScriptedEngine:
 
     def _teller(self, slot: int, run: Sequence) -> Teller:
         """Who tells the answer of the run in a slot; the next of the script for a run that is new."""
+        slot = -1 if run.guest else slot  # its holder's answer goes on behind it
         held = self._tellers.get(slot)
         if held is None or held.run is not run:
             answers = self._script.answers
@@ -277,10 +332,6 @@ class ScriptedEngine:
         self._mute = True
         if harm == "die":
             said.append((at, Died(self._config.epoch, EXIT_CODE)))
-
-    def _memory(self, message: Measure) -> Memory:
-        taken = WEIGHTS_BYTES + sum(self._windows) * KV_BYTES_PER_ROW
-        return Memory(message.epoch, message.run, taken, taken, taken, message.rows * KV_BYTES_PER_ROW)
 
 
 def _certain(ids: list[int], alternatives: int) -> list[TokenLogprob]:

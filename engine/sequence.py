@@ -61,7 +61,7 @@ class Sequence:
 
     ``end``: the logits after the prompt, once it is read, of a run that keeps them or began with them. ``masks``: of
     the model whose logits choose; without them a grammar binds nothing (a script's tokens are not chosen). ``rows``:
-    resident; a run begins with ``resumed`` of them.
+    resident; a run begins with ``resumed`` of them. ``guest``: it runs in another's place, and no row of it stays.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class Sequence:
         end: Logits | None = None,
         masks: Masks | None = None,
         resumed: int = 0,
+        guest: bool = False,
     ) -> None:
-        self.start = start
+        self.start, self.guest = start, guest
         self.limit = min(start.max_tokens, window - len(start.tokens))
         self.end = end
         self.rows = resumed if end is None else len(start.tokens)
@@ -119,6 +120,24 @@ class Sequence:
             return Step.WAIT
         begun = self.chunks > 0 or self.end is not None  # an empty prompt has no row to wait for: ``chunk`` refuses it
         return Step.ROUND if begun and self.rows >= self.prompt else Step.PREFILL
+
+    @property
+    def cancelled(self) -> bool:
+        """It ends at the next safe point."""
+        return self._cancel is not None and not self._over
+
+    @property
+    def ending(self) -> bool:
+        """It is over, or will be without a step more."""
+        if self._over or self._cancel is not None:
+            return True
+        return self._closed and (bool(self._round.ending) or self.position >= self.limit)
+
+    @property
+    def keeps_end(self) -> bool:
+        """Another choice of its prompt can begin at its end; none comes for a client that left (no ``Cancel.keep``)."""
+        left = self._cancel is not None and self._cancel.keep is None
+        return self.start.keep_end and not left and self.end is not None and self.rows >= self.prompt
 
     @property
     def forced(self) -> int | None:
@@ -271,7 +290,7 @@ class Sequence:
 
     def _end(self, reason: str, keep: int, why: str = "") -> Ended:
         self._over = True
-        self.rows = min(self.rows, self.prompt + keep)
+        self.rows = 0 if self.guest else min(self.rows, self.prompt + keep)
         start, generated = self.start, len(self.answer)
         return Ended(
             start.epoch, start.run, reason, self.rows, generated, self.prefill_ms, self.decode_ms, why,

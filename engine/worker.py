@@ -19,16 +19,19 @@ from typing import NoReturn
 import msgspec
 import torch
 
-from engine import memory, sampling
+from engine import sampling
 from engine.drafting import Drafting, drafters
 from engine.failpoints import EXIT_CODE, FailpointFault, Failpoints
 from engine.keeper import keeper_for
-from engine.load import ROUND_ROWS, Line, Loaded, LoadFailed, load, stand_still
+from engine.lending import Lending
+from engine.levels import Levels
+from engine.load import ROUND_ROWS, Line, Loaded, LoadFailed, load, stand_still, windows_line
 from engine.models import registry
 from engine.models.batch import Rows
+from engine.models.cache import KV
 from engine.models.graphs import Graphs
 from engine.pipe import complain, open_pipe
-from engine.protocol import Config, FromEngine, Measure, Memory, OwnWork, Stop, ToEngine
+from engine.protocol import Collect, Config, FromEngine, GiveBack, Measure, OwnWork, Stop, ToEngine
 from engine.rounds import Part, walk
 from engine.sequence import Sequence, Step
 from engine.slots import Slots, Turn
@@ -53,13 +56,19 @@ class Engine:
     ) -> None:
         self._epoch, self._loaded, self._line, self._failpoints = config.epoch, loaded, line, failpoints
         self._keeper = keeper_for(config, loaded)
-        self._slots = Slots(config.epoch, loaded.windows, failpoints, loaded.vocabulary, loaded.masks, self._keeper)
+        self._lending = Lending(loaded, self._keeper)
+        self._slots = Slots(
+            config.epoch, loaded.windows, failpoints, loaded.vocabulary, loaded.masks, self._keeper, self._lending
+        )
+        self._levels, self._ran = Levels(loaded, self._keeper, self._slots, self._lending), False
         self._most = max(1, min(ROUND_ROWS, loaded.model.alike))
         self._drafting = drafting or drafting_for(config, loaded, self._most)
         self._threads = Threads(loaded.ready.threads, loaded.one_s)
         self._using = loaded.ready.threads
         self._wait: float | None = 0.0  # how long the next safe point waits for a message; None: for ever
-        tell_of_graphs(loaded.model, config.epoch, line)
+        graphs = tell_of_graphs(loaded.model, config.epoch, line)
+        if graphs is not None and not config.side_graphs:
+            graphs.serves = [cache for cache in loaded.caches[:1] if isinstance(cache, KV)]
 
     def run(self) -> NoReturn:
         """Run until the process ends."""
@@ -73,6 +82,7 @@ class Engine:
             for message in messages:
                 self._take_in(message)
             self._say(self._slots.settle())
+            self._rest()
             turn = self._slots.turn(self._most)
             self._wait = 0.0 if turn else self._idle()
             self._say(self._keeper.messages())
@@ -80,6 +90,12 @@ class Engine:
                 self._read(*turn[0])
             elif turn:
                 self._round(turn)
+
+    def _rest(self) -> None:
+        """Behind the last run, where no further choice of its prompt is to come."""
+        ran, self._ran = self._ran, self._slots.live
+        if ran and not self._ran and not self._slots.kept_ends():
+            self._levels.rest()
 
     def _idle(self) -> float | None:
         """Nothing is to be computed: write a piece, but not where a run's next message is about to come."""
@@ -90,9 +106,9 @@ class Engine:
         return 0.0 if self._keeper.work() else None
 
     def _take_in(self, message: ToEngine) -> None:
-        if isinstance(message, Measure):
+        if isinstance(message, Measure | GiveBack | Collect):
             if message.epoch == self._epoch:
-                self._line.post(self._measure(message))
+                self._line.post(self._levels.answer(message))
         elif not isinstance(message, Stop):  # a stop never comes this far: the pipe's reader ends the process
             self._say(self._slots.handle(message))
 
@@ -124,7 +140,8 @@ class Engine:
             part = Rows(self._loaded.caches[slot], run.start.tokens[first:stop], first)
             logits = self._forward([part], self._loaded.ready.threads)
             self._line.post(run.read(stop, _ms_since(began), logits[0]))
-            self._keeper.read(slot, run)
+            if not run.guest:
+                self._keeper.read(slot, run)
             if run.step is Step.ROUND and run.limit > 0:
                 began = time.perf_counter()
                 self._choose(Part(slot, run), logits, began)
@@ -143,6 +160,8 @@ class Engine:
 
     def _drafts(self, turn: Turn) -> list[Draft]:
         """What is drafted. A drafter that fails ends no run: from then on nobody drafts."""
+        if turn[0][1].guest:  # its holder's drafter is told nothing of it
+            return [NOTHING]
         try:
             return self._drafting.drafts(turn)
         except Exception as error:
@@ -164,8 +183,9 @@ class Engine:
                 self._verify([part], time.perf_counter())
             return
         count = len(logits)
-        self._threads.took((time.perf_counter() - began) / self._drafting.dearer(count))
-        self._drafting.took(count, _ms_since(began))
+        if not parts[0].run.guest:  # its steps are no sample of what rounds cost (K6)
+            self._threads.took((time.perf_counter() - began) / self._drafting.dearer(count))
+            self._drafting.took(count, _ms_since(began))
         first = 0
         for part, part_rows in zip(parts, rows, strict=True):
             self._taken(part, logits[first : first + part_rows.wanted], began, len(parts))
@@ -183,7 +203,8 @@ class Engine:
         path = walk(run, logits, draft, self._before)
         if run.answer:
             self._loaded.caches[part.slot].keep(part.start, path)
-            self._keeper.wrote(part.slot, part.start, part.start + len(path))
+            if not run.guest:
+                self._keeper.wrote(part.slot, part.start, part.start + len(path))
         self._drafting.came(draft, run.written)
         ending = "stop" if run.finished else ""
         run.close(_ms_since(began), ending, drafted=len(draft), accepted=len(path) - 1, shared=shared)
@@ -199,19 +220,6 @@ class Engine:
             self._using = threads
         logits: sampling.Logits = self._loaded.model.forward(parts).float().cpu().numpy()
         return logits
-
-    def _measure(self, message: Measure) -> Memory:
-        """Read the memory: see ``memory`` for what each number counts."""
-        loaded, ready = self._loaded, self._loaded.ready
-        rows, steps = max(1, min(message.rows, loaded.window)), loaded.steps
-        return Memory(
-            message.epoch,
-            message.run,
-            allocated=ready.weights_bytes + ready.kv_bytes + self._keeper.nbytes,
-            reserved=memory.reserved(loaded.device),
-            peak=memory.high_water(loaded.device),
-            workspace=memory.of_prefill(rows, steps.grid, steps.at, loaded.model.workspace),
-        )
 
     def _suffer(self, harm: str) -> None:
         if harm == "die":
@@ -229,11 +237,12 @@ def drafting_for(config: Config, loaded: Loaded, most: int) -> Drafting:
     return Drafting(shapes, most, drafters(loaded.model, loaded.caches, learned), config.parallel_cut == "share")
 
 
-def tell_of_graphs(model: registry.Model, epoch: int, line: Line) -> None:
-    """Have a model that records its rounds say when it does (see ``models/graphs.py``)."""
+def tell_of_graphs(model: registry.Model, epoch: int, line: Line) -> Graphs | None:
+    """Have a model that records its rounds say when it does (see ``models/graphs.py``): by these, where it has any."""
     graphs: Graphs | None = getattr(model, "graphs", None)
     if graphs is not None:
         graphs.told = lambda begun: line.post(OwnWork(epoch, "graph capture", begun))
+    return graphs
 
 
 def _ms_since(began: float) -> float:
@@ -249,7 +258,9 @@ def main(
     code = 1
     try:
         failpoints = Failpoints(config.failpoints)
-        loaded = load(config, open_model(Path(config.model)), build, pipe, failpoints)
+        checkpoint = open_model(Path(config.model))
+        loaded = load(config, checkpoint, build, pipe, failpoints)
+        complain(windows_line(config, loaded, checkpoint.config.window))
         pipe.post(loaded.ready)
         Engine(config, loaded, pipe, failpoints).run()
     except (LoadFailed, CheckpointError) as error:

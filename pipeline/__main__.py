@@ -14,12 +14,15 @@ import click
 import msgspec
 
 from engine.weights.embedded import embedded_model
-from pipeline import __version__
+from pipeline import __version__, what_if_print
+from pipeline.changes import NoChange
 from pipeline.replay import replay as replay_trace
 from pipeline.settings import Settings, failpoints, settings_options
 from pipeline.simulate_cli import command as simulate_command
+from pipeline.starting import GIB
 from pipeline.table import printed
 from pipeline.trace import TraceError
+from pipeline.what_if import what_if
 
 
 @click.group()
@@ -37,8 +40,15 @@ def table() -> None:
 @main.command()
 @click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--journal", is_flag=True, help="Print the journal the facts give, without comparing.")
-def replay(trace: Path, journal: bool) -> None:
-    """Drive a fresh core over a recorded TRACE and compare row for row."""
+@click.option("--what-if", "changes", multiple=True, metavar="FLAG=VALUE", help="Change a flag; may be repeated.")
+def replay(trace: Path, journal: bool, changes: tuple[str, ...]) -> None:
+    """Drive a fresh core over a recorded TRACE and compare row for row.
+
+    With --what-if, go on with a modelled engine from the first decision that differs, and print both runs.
+    """
+    if changes:
+        _what_if(trace, changes, journal)
+        return
     try:
         report = replay_trace(trace, compare=not journal)
     except TraceError as error:
@@ -58,12 +68,28 @@ def replay(trace: Path, journal: bool) -> None:
     click.echo(f"{report.events} events, {report.recorded} rows: the same.{where}")
 
 
+def _what_if(trace: Path, changes: tuple[str, ...], journal: bool) -> None:
+    """Print a recorded run beside the same one with flags changed."""
+    try:
+        result = what_if(trace, changes)
+    except TraceError as error:
+        raise click.ClickException(str(error)) from None
+    except NoChange as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(what_if_print.journal(result) if journal else what_if_print.printed(result))
+
+
 @main.command()
 @click.option("--model", default="", help="GGUF file or safetensors folder; default: the embedded model.")
-def doctor(model: str) -> None:
-    """Say what this machine has for a model, and how steps will be computed."""
+@click.option("--max-len", default=Settings().max_len, help="As for serve.", type=click.IntRange(0))
+@click.option("--parallel", default=Settings().parallel, help="As for serve.", type=click.IntRange(1))
+@click.option("--side-max-len", default=Settings().side_max_len, help="As for serve.", type=click.IntRange(1))
+@click.option("--mem-ceiling-gib", default=Settings().mem_ceiling_gib, help="As for serve.", type=click.FloatRange(0))
+def doctor(model: str, max_len: int, parallel: int, side_max_len: int, mem_ceiling_gib: float) -> None:
+    """Say what this machine has for a model, how steps will be computed, and what its window takes of memory."""
     path = Path(model) if model else embedded_model()
-    command = [sys.executable, "-m", "engine.doctor", *([str(path)] if path else [])]
+    numbers = [str(number) for number in (max_len, parallel, side_max_len, int(mem_ceiling_gib * GIB))]
+    command = [sys.executable, "-m", "engine.doctor", str(path or ""), *numbers]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # torch stays out of this process
     click.echo(done.stdout, nl=False)
     sys.exit(done.returncode)

@@ -24,6 +24,9 @@ from stages.hashes import BLOCK
 
 HASHED = 512
 """Tokens of one of Mooncake's blocks."""
+SIDE_PROMPT, SIDE_TOKENS = (64, 2_048), (8, 64)
+"""A side request's prompt and answer, from … to."""
+SIDE_S = 1.0
 MISFITS = 8
 """Sessions too large for what is left of a load, before the drawing ends: more would leave small ones alone."""
 
@@ -36,7 +39,8 @@ class Asked(msgspec.Struct, frozen=True):
     """One request. ``blocks``: runs of its prompt's whole blocks, each of a named origin from an index to another.
 
     ``shared``: rows it has in common with an earlier one of its session. ``think``: seconds between the end of the one
-    before and this one, of a session that waits for its answers; -1: it comes at ``at``.
+    before and this one, of a session that waits for its answers; -1: it comes at ``at``. ``lane``: as what it may be
+    served in the side lane.
     """
 
     at: float
@@ -45,6 +49,7 @@ class Asked(msgspec.Struct, frozen=True):
     shared: int = 0
     blocks: tuple[tuple[int, int, int], ...] = ()
     think: float = -1.0
+    lane: str = ""
 
     def hashes(self) -> list[bytes]:
         """One name a block, as the prompt stage would give."""
@@ -110,6 +115,19 @@ def spread(sessions: Iterable[Session], seconds: float, seed: int) -> list[Sessi
         inside = tuple(asked for asked in moved if asked.at < seconds)
         out += [Session(inside, session.kind)] if inside else []
     return out
+
+
+def sided(sessions: Iterable[Session], share: float, seed: int) -> list[Session]:
+    """A share of the requests brings a side request along, a title or tags: drawn by seed, for the side lane.
+
+    It comes ``SIDE_S`` after the trace's time of the one it belongs to. Public traces have next to none of their own.
+    """
+    chance, out = random.Random(seed), list(sessions)
+    for asked in [asked for session in out for asked in session.requests]:
+        if chance.random() < share:
+            prompt, written = chance.randint(*SIDE_PROMPT), chance.randint(*SIDE_TOKENS)
+            out.append(Session((Asked(asked.at + SIDE_S, prompt, written, lane="raw"),)))
+    return sorted(out, key=lambda session: session.requests[0].at)
 
 
 def duration(sessions: Iterable[Session]) -> float:

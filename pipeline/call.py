@@ -40,7 +40,7 @@ class Call:
         self.head, self.index = head or self, index
         self.members: list[Call] = [self]  # of a head: a call for each prompt of its body
         self.ends: list[Finish] = []  # of a head: those of its members that are over, as they came
-        self.is_over = self.stream = False
+        self.is_over = self.stream = self.thinks = False
         self.include_usage: bool | None = None
         self.outbox: Outbox = head.outbox if head else Outbox()
         self.task: asyncio.Task[object] | None = None
@@ -107,6 +107,11 @@ class Call:
         self.text = TextStage(self.pieces, self.run.reading)
         self.logprobs = Logprobs(self.pieces) if self.run.alternatives >= 0 else None
         return self.run
+
+    def recall(self) -> None:
+        """Nothing of its text was sent, and it is written anew: forget it."""
+        self._pieces.clear()
+        self.text = self.logprobs = None
 
     def rest(self) -> list[Entry]:
         """The log-probabilities that went with no part of the choice."""

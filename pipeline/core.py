@@ -10,6 +10,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
+import msgspec
+
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.effects import Effect
@@ -20,8 +22,8 @@ from pipeline.outcomes import finish_word
 from pipeline.request import Drafts, Memory, Request, due
 from pipeline.settings import Policy
 from pipeline.states import EngineState, RequestState, Trigger
-from pipeline.table import ENDED
-from pipeline.waiting import WAITS
+from pipeline.table import ENDED, TOLD
+from stages.side_lane import ROUNDS
 from stages.wait import prefill_line
 
 
@@ -44,6 +46,7 @@ class Core(EngineLife):
             ev.EngineReady: self._ready,
             ev.EngineDied: self._died,
             ev.MemoryRead: self._memory_read,
+            ev.GuestStarted: self._guest_started,
             ev.RunResumed: self._resumed,
             ev.ChunkDone: self._chunk_done,
             ev.RunEnded: self._run_ended,
@@ -76,7 +79,10 @@ class Core(EngineLife):
 
     def _done(self, now: float) -> list[Effect]:
         self._settle(now)
+        self._next_at_gate()
         memory = self.memory
+        if memory.engine.own_work or memory.behind_own:
+            self._own_clocks(now)
         if memory.draining and not memory.requests and not memory.exiting:
             self._exit(0)
         wake = self._next_wake()
@@ -118,7 +124,7 @@ class Core(EngineLife):
             return
         request.code, request.param, request.stream = event.code, event.param, event.stream
         request.messages, request.asked_tokens = event.messages, event.max_tokens
-        request.choices = event.choices
+        request.choices, request.progress = event.choices, event.progress
         request.body_bytes = max(request.body_bytes, event.body_bytes)
         self._start_waiting_clock(request)
         if self._fire(request, Trigger.check, now).dest is RequestState.validated:
@@ -138,6 +144,8 @@ class Core(EngineLife):
             return
         request.prompt_tokens, request.code, request.param = event.prompt_tokens, event.code, event.param
         request.prompts, request.longest, request.hashes = event.prompts, event.longest, event.hashes
+        request.thinks, request.planned, request.lane = event.thinks, event.planned, event.lane
+        request.head, request.opening, request.first = event.head, event.opening, event.first
         if self._fire(request, Trigger.enqueue, now).dest is not RequestState.queued:
             return
         request.queued_at = now
@@ -146,36 +154,9 @@ class Core(EngineLife):
         if request.prompts > 1:
             self._effects.append(do.Spread(request.id))
         self._offer(request, now)
+        self._offer_waiting(now)  # of those in front somebody may fit by now: memory is read again all the time
 
     # -- the run -------------------------------------------------------------------------------------------------
-
-    def _memory_read(self, event: ev.MemoryRead, now: float) -> None:
-        engine = self._hear(event.epoch, now)
-        if engine is None:
-            return
-        engine.allocated, engine.reserved, engine.peak = event.allocated, event.reserved, event.peak
-        request = self._running(event.run)
-        if request is None or request.state is not RequestState.admitted:
-            return
-        self._fire(request, Trigger.gate, now)
-        policy = self.policy
-        room = self._windows()[request.slot] - request.prompt_tokens
-        request.max_tokens = min(request.asked_tokens or policy.default_max_tokens, room)
-        request.prefill_at = now
-        heartbeat = policy.prefill_heartbeat_s
-        request.line_at = now + heartbeat if request.stream and heartbeat else None
-        self._start(request)
-
-    def _start(self, request: Request) -> None:
-        """Start the run of its next choice."""
-        self.memory.slots[request.slot].started = True
-        more = request.choice + 1 < request.choices
-        self._effects.append(
-            do.StartRun(
-                self.memory.engine.epoch, request.run, request.id, request.slot, request.max_tokens, request.choice,
-                more,
-            )
-        )  # fmt: skip
 
     def _resumed(self, event: ev.RunResumed, now: float) -> None:
         request = self._running(event.run) if self._hear(event.epoch, now) is not None else None
@@ -189,13 +170,19 @@ class Core(EngineLife):
             return
         engine.step_s = event.ms / 1_000
         request = self._running(event.run)
-        if request is None or request.state is not RequestState.prefilling:
+        if request is None or request.state not in (RequestState.prefilling, RequestState.guest):
             return
         request.rows_done = event.done
         request.read_ms += event.ms
-        row = self._fire(request, Trigger.chunk, now, prefill_line(event.done, event.total))
+        if request.state is RequestState.guest:
+            return
+        line = do.Line(request.id, prefill_line(event.done, event.total))
+        if request.progress:
+            line = msgspec.structs.replace(line, done=event.done, total=event.total)
+        row = self._fire(request, Trigger.chunk, now, line)
         if row.name == "prefill_line":
             request.line_at = now + 1.0
+        self._holder_ran(request, ROUNDS, now)
 
     def _progress(self, event: ev.Progress, now: float) -> None:
         engine = self._hear(event.epoch, now)
@@ -205,13 +192,18 @@ class Core(EngineLife):
         request = self._running(event.run)
         if request is None or request.choice_over:
             return
+        has_read = request.state is RequestState.prefilling
         request.last_token_at = now
         request.write_ms += event.ms
         self.memory.joint_rounds += event.shared > 1
+        self.memory.overlap_rounds += self._overlaps(request)
         self._drafted(request, event)
         self._said(request, event, now)
         if not event.stopped:
             self._effects.append(do.Acknowledge(event.epoch, event.run, event.n))
+            self._holder_ran(request, 1, now)
+            if has_read:
+                self._offer_floor(now)
             return
         request.end_reason = "stop"
         if request.choice + 1 < request.choices:
@@ -245,10 +237,13 @@ class Core(EngineLife):
             self._fire(request, Trigger.closed, now)
         self._calls(request, event, now)
         request.open_call = event.open_call
-        if event.characters:
+        if event.characters and request.state is RequestState.guest:
+            request.held = [*request.held, event.handle]
+        elif event.characters:
             if request.stream and not request.opened:
                 self._open(request)
             self._effects.append(do.Send(request.id, event.handle))
+            request.sent_at = now if request.stream else request.sent_at
 
     def _calls(self, request: Request, event: ev.Progress | ev.RunEnded, now: float) -> None:
         """A row for every call that began and for every one that is whole since the last facts, in their order."""
@@ -283,9 +278,11 @@ class Core(EngineLife):
         if request.state is RequestState.prefilling:
             request.first_token_at, request.line_at = now, None
             self._fire(request, Trigger.first_token, now)
+        elif request.state is RequestState.guest and request.first_token_at is None:
+            request.first_token_at = now
 
     def _run_ended(self, event: ev.RunEnded, now: float) -> None:
-        if self._hear(event.epoch, now) is None:
+        if self._hear(event.epoch, now) is None or self._guest_ended(event, now):
             return
         slot = self._slot(event.run)
         if slot is None:
@@ -294,7 +291,9 @@ class Core(EngineLife):
         good = ("stop", "length", "cancelled") if request is not None and request.choice_over else ("stop", "length")
         well = event.reason in good
         slot.more = request is not None and well and request.choice + 1 < request.choices
+        slot.kept = event.kept
         self._fire(slot, Trigger.ended, now)
+        self._rows_stay(slot, event.kept)
         if request is not None:
             self._ended_run(request, event, well, now)
         self._offer_waiting(now)
@@ -319,7 +318,7 @@ class Core(EngineLife):
         self._next_choice(request)
 
     def _run_declined(self, event: ev.RunDeclined, now: float) -> None:
-        if self._hear(event.epoch, now) is None:
+        if self._hear(event.epoch, now) is None or self._guest_declined(event, now):
             return
         slot = self._slot(event.run)
         if slot is None:
@@ -353,7 +352,7 @@ class Core(EngineLife):
     def _tick(self, _event: ev.Tick, now: float) -> None:
         """Whatever is due at ``now``, in a fixed order: the engine, then requests by arrival, then the drain."""
         memory = self.memory
-        memory.wake = None
+        memory.wake = self._told = None
         self._engine_due(now)
         for request in list(memory.requests.values()):
             if request.state in ENDED:
@@ -361,8 +360,15 @@ class Core(EngineLife):
             if now >= due(request.deadline_at):
                 self._stop([request], Trigger.deadline, now)
                 self._offer_waiting(now)
-            elif request.state in WAITS and now >= due(request.line_at):
+                continue
+            if request.state is RequestState.queued and now >= min(due(request.offer_at), due(request.lane_at)):
+                request.offer_at = None if now >= due(request.offer_at) else request.offer_at
+                request.lane_at = None if now >= due(request.lane_at) else request.lane_at
+                self._offer_waiting(now)
+            if request.state in TOLD and now >= due(request.line_at):
                 self._waiting_line(request, now)
+            if now >= due(request.beat_at):
+                self._beat(request, now)
         if now >= due(memory.drain_until):
             memory.drain_until = None
             self._end_all(now)
@@ -372,9 +378,11 @@ class Core(EngineLife):
         memory = self.memory
         wake = min(self._engine_due_at(), due(memory.drain_until))
         for request in memory.requests.values():
-            wake = min(wake, due(request.deadline_at))
-            if request.state in WAITS:
+            wake = min(wake, due(request.deadline_at), due(request.beat_at))
+            if request.state in TOLD:
                 wake = min(wake, due(request.line_at))
+            if request.state is RequestState.queued:
+                wake = min(wake, due(request.offer_at), due(request.lane_at))
         return None if wake == inf else wake
 
     # -- the end of the server -------------------------------------------------------------------------------------

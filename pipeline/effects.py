@@ -56,6 +56,50 @@ class StartRun(_Effect, frozen=True):
     more: bool = False
 
 
+class StartGuest(_Effect, frozen=True):
+    """Serve a request as ``run`` inside the run ``holder``, writing at most ``max_tokens`` (row K2)."""
+
+    epoch: int
+    run: int
+    request: int
+    holder: int
+    max_tokens: int
+
+
+class GiveBack(_Effect, frozen=True):
+    """Have the engine give back at least ``nbytes`` of a level of memory; answer with ``MemoryRead``."""
+
+    epoch: int
+    run: int
+    level: str
+    nbytes: int
+
+
+class Collect(_Effect, frozen=True):
+    """Have the engine collect and empty its allocator; answer with ``MemoryRead``."""
+
+    epoch: int
+    run: int
+
+
+class Recall(_Effect, frozen=True):
+    """Forget the text of a request that was not sent: it is served anew (row K8)."""
+
+    request: int
+
+
+class Beat(_Effect, frozen=True):
+    """Send a chunk with an empty delta on the stream, opening it if needed. Dropped while text is pending."""
+
+    request: int
+
+
+class Blank(_Effect, frozen=True):
+    """Send one byte of white space of a whole answer, its 200 before the first (row I6b)."""
+
+    request: int
+
+
 class Acknowledge(_Effect, frozen=True):
     """Tell the engine that the first ``n`` answer tokens were judged."""
 
@@ -80,10 +124,19 @@ class Send(_Effect, frozen=True):
 
 
 class Line(_Effect, frozen=True):
-    """Send a comment line on the stream, opening it if needed. Dropped while text is pending."""
+    """Send a comment line on the stream, opening it if needed. Dropped while text is pending.
+
+    Its figures, for a client that asked for them (row L8): of a waiter ``position`` from 1, ``estimate_s`` (None: none)
+    and ``waited_s``; of a prefill ``done`` of ``total`` rows.
+    """
 
     request: int
     text: str
+    position: int = 0
+    estimate_s: float | None = None
+    waited_s: float = 0.0
+    done: int = 0
+    total: int = 0
 
 
 class EndChoice(_Effect, frozen=True):
@@ -164,6 +217,12 @@ Effect = (
     | Spread
     | Measure
     | StartRun
+    | StartGuest
+    | GiveBack
+    | Collect
+    | Recall
+    | Beat
+    | Blank
     | Acknowledge
     | CancelRun
     | Send

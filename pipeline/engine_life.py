@@ -10,10 +10,10 @@ from math import inf
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.firing import FAILURE_WINDOW_S
+from pipeline.lane import Lane
 from pipeline.request import Engine, Held, Request, due
 from pipeline.states import EngineState, RequestState, SlotState, Trigger
 from pipeline.table import ENDED
-from pipeline.waiting import Waiting
 
 LOAD_STALL_S = 60.0
 """Seconds a load may stand still: one large tensor from a slow disk is no fault."""
@@ -21,7 +21,7 @@ UNUSABLE = (2, 3, 4)
 """Exit statuses of an engine that says why it cannot serve (settings, memory, self-check): a restart would not help."""
 
 
-class EngineLife(Waiting):
+class EngineLife(Lane):
     """Facts about the engine process itself."""
 
     def _hear(self, epoch: int, now: float) -> Engine | None:
@@ -51,6 +51,9 @@ class EngineLife(Waiting):
         if engine is None or engine.state is not EngineState.starting:
             return
         engine.load_s, engine.safe_rows, engine.step_s = event.load_s, event.safe_rows, 0.0
+        engine.prefill_rate, engine.decode_rate = event.prefill_rate, event.decode_rate
+        engine.ceiling, engine.peak_limit, engine.slack = event.ceiling, event.peak_limit, event.slack
+        engine.workspaces, engine.most_rows, engine.device = event.workspaces, event.most_rows, event.device
         engine.load_done = engine.load_total
         self._fire(engine, Trigger.ready, now)
         self._effects.append(do.Log(f"[engine] ready in {event.load_s:.1f} s"))
@@ -63,12 +66,17 @@ class EngineLife(Waiting):
         others = [held for held in self.memory.residents if (held.where, held.slot) != (event.where, event.slot)]
         held = Held(where=event.where, slot=event.slot, rows=event.rows, hashes=event.hashes, nbytes=event.nbytes)
         self.memory.residents = [*others, held] if event.rows else others
+        if (event.where, event.slot) == ("slot", 0):
+            self._slot0_holds(event.rows)
+        self._offer_waiting(now)  # who waited for what is gone waits no longer
 
     def _own_work(self, event: ev.OwnWork, now: float) -> None:
         engine = self._hear(event.epoch, now)
         if engine is not None:
             others = [what for what in engine.own_work if what != event.what]
             engine.own_work = [*others, event.what] if event.begun else others
+            if not event.begun:
+                self._offer_waiting(now)
 
     def _died(self, event: ev.EngineDied, now: float) -> None:
         engine = self.memory.engine
@@ -96,6 +104,8 @@ class EngineLife(Waiting):
         memory = self.memory
         memory.engine.silent_at = None
         memory.engine.own_work, memory.residents = [], []
+        memory.last_prompt, memory.openings = [], []
+        self._lose_guest()
         for slot in memory.slots:
             self._fire(slot, Trigger.epoch, now)
         self._restart(now)
@@ -109,18 +119,16 @@ class EngineLife(Waiting):
             self._fire(request, Trigger.engine_lost, now)
             if admitted:
                 self._requeue(request, now)
+            if request.state is RequestState.queued:
+                request.why = "engine"
 
     def _requeue(self, request: Request, now: float) -> None:
         """An admitted request waits again; with a failed engine there is nothing to wait for."""
-        request.admitted_at = None
         if self.memory.engine.state is EngineState.failed:
+            request.admitted_at = None
             self._fire(request, Trigger.engine_lost, now)
             return
-        for member in [request, *self._siblings(request)]:
-            line_at = member.line_at
-            self._start_waiting_clock(member)
-            member.line_at = line_at
-        self._queue(request)
+        self._wait_again(request)
 
     def _restart(self, now: float) -> None:
         """Start the engine again, unless it failed too often or was tried only just now."""

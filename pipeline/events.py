@@ -39,6 +39,8 @@ class Checked(_Event, frozen=True):
     """The body was read and judged. ``code`` is a word of the error table, "" when it is well formed.
 
     ``param`` names the field: known names and indices, any other name as ``*``. ``max_tokens`` 0: none was asked for.
+
+    ``progress``: the figures of its waiting and prefill lines are wanted as chunks too.
     """
 
     request: int
@@ -49,6 +51,7 @@ class Checked(_Event, frozen=True):
     messages: int = 0
     max_tokens: int = 0
     choices: int = 1
+    progress: bool = False
 
 
 class Fetched(_Event, frozen=True):
@@ -63,7 +66,10 @@ class Prepared(_Event, frozen=True):
     """The prompt is rendered and tokenised. ``code``: a word of the error table when it could not be.
 
     Of a list ``prompts`` counts all, ``longest`` is the longest one's tokens; this request is the first of them.
-    ``hashes``: of its whole blocks, salted (``stages/hashes.py``).
+    ``hashes``: of its whole blocks, salted (``stages/hashes.py``). ``thinks``: its thinking is on. ``planned``: a plan
+    shapes its prompt. ``lane``: as what the side lane may serve it: raw, side (a recognised side request) or "".
+    ``head`` and ``opening``: rows through the system prompt and tools, and through its first user message; 0: unknown.
+    ``first``: the latter as one salted hash.
     """
 
     request: int
@@ -73,6 +79,12 @@ class Prepared(_Event, frozen=True):
     prompts: int = 1
     longest: int = 0
     hashes: list[bytes] = []
+    thinks: bool = False
+    planned: bool = False
+    lane: str = ""
+    head: int = 0
+    opening: int = 0
+    first: bytes = b""
 
 
 class Progress(_Event, frozen=True):
@@ -138,11 +150,19 @@ class EngineDescribed(_Event, frozen=True):
 
 
 class EngineReady(_Event, frozen=True):
-    """The engine takes runs."""
+    """The engine takes runs. The rest is as in ``engine/protocol.py: Ready``."""
 
     epoch: int
     load_s: float
     safe_rows: int
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    ceiling: int = 0
+    peak_limit: int = 0
+    slack: int = 0
+    workspaces: list[tuple[int, int]] = []
+    most_rows: int = 0
+    device: str = ""
 
 
 class EngineDied(_Event, frozen=True):
@@ -161,6 +181,19 @@ class MemoryRead(_Event, frozen=True):
     reserved: int
     peak: int
     workspace: int
+    free: int = 0
+    levels: list[tuple[str, int]] = []
+    growth: int = -1
+
+
+class GuestStarted(_Event, frozen=True):
+    """The guest ``run`` is inside the run ``holder``; ``rows`` rows of it, ``nbytes`` bytes, were copied before."""
+
+    epoch: int
+    run: int
+    holder: int
+    rows: int
+    nbytes: int
 
 
 class RunResumed(_Event, frozen=True):
@@ -265,6 +298,7 @@ Event = (
     | EngineReady
     | EngineDied
     | MemoryRead
+    | GuestStarted
     | RunResumed
     | ChunkDone
     | RunEnded

@@ -61,11 +61,24 @@ def printed(outcomes: Sequence[Outcome], load: float, seconds: float, slots: int
         f"load {load:g}, {slots} slot{'s' * (slots > 1)}: {asked} requests, slots held {share:.0%} of the time",
         f"  ended: {ends}",
     ]
+    guests = [outcome.lane for outcome in outcomes if outcome.lane.offered]
+    if guests:
+        inside, offered = sum(lane.served for lane in guests), sum(lane.offered for lane in guests)
+        outgrown, seconds_in = sum(lane.outgrown for lane in guests), sum(lane.guest_s for lane in guests)
+        out.append(f"  side lane: {inside} of {offered} offers served inside, {seconds_in:.0f} s; {outgrown} outgrown")
     served = [one for outcome in outcomes for one in outcome.served]
     if served:
         head = "".join(f"{f'p{percent}':>9}" for percent in PERCENTS)
         out.append(f"  {'seconds':<12}{head}{'most':>9}")
-        for name, values in (("queue", [one.queued for one in served]), ("first token", [one.ttft for one in served])):
+        sides = [one for one in served if one.side]
+        for name, values in (
+            ("queue", [one.queued for one in served]),
+            ("first token", [one.ttft for one in served]),
+            ("side: total", [one.total for one in sides]),
+            ("not: total", [one.total for one in served if not one.side and sides]),
+        ):
+            if not values:
+                continue
             cells = "".join(f"{nearest_rank(values, percent):9.1f}" for percent in (*PERCENTS, 100))
             out.append(f"  {name:<12}{cells}")
     rows = estimates([one for outcome in outcomes for one in outcome.told])

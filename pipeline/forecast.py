@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 
 import msgspec
 
@@ -13,10 +12,10 @@ from pipeline.settings import Policy
 from pipeline.states import SlotState
 from stages.hashes import BLOCK
 from stages.slots import rows_needed
-from stages.wait import SURE, Ended, History, Holder, Rates, Waiter, waits_left
+from stages.wait import SURE, Ended, Holder, Rates, Waiter, holder_left, recent_rates, waits_left
 
-Kind = Callable[[Request], str]
-"""A request's kind: thinking or not."""
+SIDE_MARGIN = 8_192
+"""Rows beside the answer of a request under a plan in a side slot, where no flag says."""
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -29,17 +28,34 @@ class Said(msgspec.Struct, frozen=True):
     last: float | None
 
 
-def said(memory: Memory, policy: Policy, history: History, checked: Rates, kind: Kind, now: float) -> Said:
-    """What everybody could be told now. ``checked``: rates of the engine's self-check."""
+def kind(request: Request) -> str:
+    """Whose answers tell how long its own will be."""
+    return "thinking" if request.thinks else "plain"
+
+
+def said(memory: Memory, policy: Policy, now: float) -> Said:
+    """What everybody could be told now."""
     queue = [memory.requests[id] for id in memory.queue]
-    holders = [_holder(memory, slot.id, kind, now) for slot in memory.slots]
+    history, checked = memory.history, _checked(memory)
+    holders = [_holder(memory, slot.id, now) for slot in memory.slots]
     if any(slot.state is not SlotState.free and holders[slot.id] is None for slot in memory.slots):
         return Said(None, [None] * len(queue), None)  # who is over still winds down: a step, but nobody knows how long
     unread = to_read([request.prompt_tokens for request in queue], [r.hashes for r in queue], memory.residents)
-    waiters = [_waiter(request, rows, memory, policy, kind) for request, rows in zip(queue, unread, strict=True)]
+    waiters = [_waiter(request, rows, memory, policy) for request, rows in zip(queue, unread, strict=True)]
     anybody = Waiter("", 0, 0, tuple(range(len(holders))))
     *waits, last = waits_left(holders, [*waiters, anybody], history, checked)
     return Said(waits_left(holders, [anybody], history, checked)[0], waits, last)
+
+
+def first_end(memory: Memory, now: float) -> float | None:
+    """Seconds until one of those who run is over: what somebody who waits for memory waits for. None: not known."""
+    holders = [_holder(memory, slot.id, now) for slot in memory.slots if slot.state is not SlotState.free]
+    live = [holder for holder in holders if holder is not None]
+    rates = recent_rates(memory.history, _checked(memory))
+    unread = sum(holder.unread for holder in live)
+    ends = [holder_left(holder, memory.history, rates, unread - holder.unread) for holder in live]
+    known = [end for end in ends if end is not None]
+    return min(known) if known and len(known) == len(holders) else None
 
 
 def to_read(prompts: list[int], hashes: list[list[bytes]], residents: list[Held]) -> list[int]:
@@ -57,16 +73,16 @@ def to_read(prompts: list[int], hashes: list[list[bytes]], residents: list[Held]
     return out
 
 
-def ended(request: Request, kind: str) -> Ended | None:
-    """What is remembered of a request that came to its own end; None of one that was cut."""
+def ended(request: Request) -> Ended | None:
+    """What is remembered of a request that came to its own end; None of one that was cut, or was a guest (row K6)."""
     begun, end = request.admitted_at, request.ended_at
-    if request.outcome not in ("stop", "length", "tool_calls") or begun is None or end is None:
+    if request.outcome not in ("stop", "length", "tool_calls") or begun is None or end is None or request.inside:
         return None
     read, wrote = request.prompt_tokens - request.cached_tokens, request.completion_tokens
-    return Ended(kind, wrote, end - begun, read, request.read_ms / 1_000, request.write_ms / 1_000)
+    return Ended(kind(request), wrote, end - begun, read, request.read_ms / 1_000, request.write_ms / 1_000)
 
 
-def _holder(memory: Memory, slot: int, kind: Kind, now: float) -> Holder | None:
+def _holder(memory: Memory, slot: int, now: float) -> Holder | None:
     request = memory.requests.get(memory.slots[slot].request)
     if request is None or request.slot != slot or request.admitted_at is None:
         return None
@@ -83,12 +99,17 @@ def _holder(memory: Memory, slot: int, kind: Kind, now: float) -> Holder | None:
     )
 
 
+def _checked(memory: Memory) -> Rates:
+    """Those of the engine's self-check."""
+    return Rates(memory.engine.prefill_rate, memory.engine.decode_rate)
+
+
 def _rate(amount: int, ms: float) -> float:
     """A second; 0 where there is too little of it yet."""
     return amount / ms * 1_000 if amount >= SURE and ms > 0 else 0.0
 
 
-def _waiter(request: Request, rows: int, memory: Memory, policy: Policy, kind: Kind) -> Waiter:
+def _waiter(request: Request, rows: int, memory: Memory, policy: Policy) -> Waiter:
     most = request.asked_tokens or policy.default_max_tokens
     return Waiter(kind(request), rows, most, tuple(_slots(request, memory, policy)))
 
@@ -99,8 +120,13 @@ def _leading(hashes: list[bytes], held: frozenset[bytes]) -> int:
 
 
 def _slots(request: Request, memory: Memory, policy: Policy) -> list[int]:
-    """The slots its whole answer fits in."""
+    """The slots its whole answer fits in, beside it the margin of a side slot; images are read in slot 0 alone."""
     window = memory.engine.window
-    rows = windows(window, len(memory.slots), policy.side_max_len)
+    rows = windows(window, len(memory.slots) if not request.images else 1, policy.side_max_len)
     needs = rows_needed(request.prompt_tokens, request.asked_tokens, policy.default_max_tokens, window)
-    return [slot for slot, room in enumerate(rows) if needs <= room]
+    return [slot for slot, room in enumerate(rows) if needs + (margin(request, policy) if slot else 0) <= room]
+
+
+def margin(request: Request, policy: Policy) -> int:
+    """Rows beside its answer that a side slot must have for it (row M2)."""
+    return (policy.side_margin if policy.side_margin >= 0 else SIDE_MARGIN) if request.planned else 0

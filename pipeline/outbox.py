@@ -1,7 +1,8 @@
 """One client's pending answer, between the core's effects and the socket.
 
 The engine never waits for a client: what the socket does not take piles up here, merged, up to a limit; over it, or
-after too long without a sip, the client counts as gone (``stalled``). Comment lines are dropped while text is pending.
+after too long without a sip, the client counts as gone (``stalled``). Comment lines and empty chunks are dropped while
+text is pending.
 """
 
 from __future__ import annotations
@@ -43,10 +44,22 @@ class Text(msgspec.Struct):
 
 
 class Comment(msgspec.Struct):
-    """A comment line, without its colon. ``reasoning``: its client shows it where the thinking stands (row Q6)."""
+    """A comment line, without its colon. ``reasoning``: its client shows it where the thinking stands (row Q6).
+
+    ``progress``: its figures, for a client that wants them as a chunk too (row L8).
+    """
 
     text: str
     reasoning: bool = False
+    progress: dict[str, float | None] | None = None
+
+
+class Beat(msgspec.Struct):
+    """A chunk that says nothing: many clients take no comment for a sign of life (row L1)."""
+
+
+class Blank(msgspec.Struct):
+    """White space in front of a whole answer's JSON, its headers before the first (row I6b)."""
 
 
 class ChoiceEnd(msgspec.Struct):
@@ -76,7 +89,7 @@ class End(msgspec.Struct):
     closed: bool = False
 
 
-Item = Text | Comment | ChoiceEnd | End
+Item = Text | Comment | Beat | Blank | ChoiceEnd | End
 
 
 def said(delta: Delta) -> str:
@@ -99,7 +112,7 @@ class Outbox:
 
     def put(self, item: Item, now: float) -> bool:
         """Add an item. False when the client did not read for too long: it is stalled and nothing was added."""
-        if isinstance(item, Comment) and self.pending:
+        if isinstance(item, Comment | Beat) and self.pending:
             return True
         if isinstance(item, Text):
             size = item.size

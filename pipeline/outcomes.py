@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pipeline.request import Facts, Request
-from pipeline.states import Trigger
+from pipeline.states import RequestState, Trigger
 from pipeline.table import ROWS
 
 INVALID, BUSY, RATE, INTERNAL = "invalid_request_error", "server_busy", "rate_limit_error", "internal_error"
@@ -50,9 +50,14 @@ CODES: dict[str, Code] = {
     "live_full": Code(503, BUSY, 5, "Too many requests are being read. Try again in a moment."),
     "draining": Code(503, BUSY, 30, "The server is stopping and takes no new requests."),
     "shutting_down": Code(503, BUSY, 30, "The server stopped before the answer was complete."),
+    "memory": Code(503, BUSY, 30, "There is not enough memory for this prompt now. Try again later."),
     "engine_restarting": Code(503, BUSY, 30, "The engine was lost and starts again. Try again in a moment."),
     "request_timeout": Code(200, BUSY, text="The request's time is over; what was written stands."),
 }  # fmt: skip
+
+ESTIMATED = ("memory", "engine_restarting")
+"""Codes whose ``Retry-After`` is the wait estimate where there is one, within these bounds; else the table's."""
+SHORTEST_RETRY, LONGEST_RETRY = 5, 60
 
 OVERSIZE = 2_048
 """Bytes. No error body is larger."""
@@ -91,9 +96,12 @@ ENDS: dict[str, tuple[str, str]] = {
     "no_token": ("error", "?"),
     "bad_schema": ("error", "?"),
     "over_window": ("error", "context_length_exceeded"),
+    "never_fits": ("error", "context_length_exceeded"),
+    "unfit_after_all": ("error", "context_length_exceeded"),
     "queue_filled": ("error", "queue_full"),
     "waited_out": ("timeout", "queue_timeout"),
     "ran_out": ("timeout", "request_timeout"),
+    "refused_memory": ("error", "memory"),
     "engine_failed": ("error", "engine_restarting"),
     "engine_lost": ("error", "engine_restarting"),
     "faulted": ("error", "internal_error"),
@@ -101,6 +109,9 @@ ENDS: dict[str, tuple[str, str]] = {
     "called": ("tool_calls", ""),
     "at_limit": ("length", ""),
     "stopped": ("stop", ""),
+    "guest_called": ("tool_calls", ""),
+    "guest_at_limit": ("length", ""),
+    "guest_stopped": ("stop", ""),
 }
 
 
@@ -117,5 +128,5 @@ def of(row: str, opened: bool, code: str = "") -> Outcome:
 
 def finish_word(request: Request) -> str:
     """How its answer would end as it stands, by the row that ``end`` would fire: each choice has a word of its own."""
-    rows = (row for row in ROWS if row.trigger is Trigger.end)
+    rows = (row for row in ROWS if row.trigger is Trigger.end and RequestState.decoding in row.sources)
     return ENDS[next(row.name for row in rows if row.guard is None or row.guard(request, Facts()))][0]

@@ -19,14 +19,15 @@ from pipeline.call import Call
 from pipeline.judging import grammar_of
 from pipeline.pools import Pool
 from pipeline.rules import Rulebook
-from stages.clients import format_for
+from stages.clients import NEVER_NOTED, format_for
 from stages.constraint import Constraint
-from stages.hashes import hashes
+from stages.hashes import hashes, through
 from stages.judge import Judged, judge, structured
 from stages.prompt import Prompt, Renderer
 from stages.refusal import Refusal, masked
 from stages.run import Caller, constraint, run, state_of
 from stages.schema import ChatRequest
+from stages.side_lane import kind
 from stages.validate import prompts_of
 
 LARGE = 256 << 10
@@ -38,8 +39,8 @@ JUDGE_S = 60.0
 class Preparation:
     """The pools, and the renderer of the checkpoint once it is described."""
 
-    def __init__(self, book: Rulebook, salt: bytes) -> None:
-        self._book, self._rules, self._salt = book, book.rules, salt
+    def __init__(self, book: Rulebook, salt: bytes, sides: bool = False) -> None:
+        self._book, self._rules, self._salt, self._sides = book, book.rules, salt, sides
         self._loop = asyncio.get_running_loop()
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="prepare")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="prepare-large")
@@ -55,6 +56,7 @@ class Preparation:
         code, param = _refused(call, judged.refusal)
         return ev.Checked(
             call.request, code, param, len(body), judged.stream, judged.messages, judged.max_tokens, judged.choices,
+            judged.progress,
         )  # fmt: skip
 
     async def _judge(self, call: Call, body: bytes) -> Judged:
@@ -70,7 +72,7 @@ class Preparation:
         assert judged is not None and judged.request is not None and call.checked is not None
         renderer = await self.renderer()
         pool = self._large if call.checked.body_bytes > LARGE else self._pool
-        arguments = (renderer, judged, float(call.created), self._salt)
+        arguments = (renderer, judged, float(call.created), self._salt, self._sides)
         prompts = await self._loop.run_in_executor(pool, _rendered, *arguments)
         if isinstance(prompts, Refusal):
             return ev.Prepared(call.request, 0, *_refused(call, prompts))
@@ -86,10 +88,17 @@ class Preparation:
         ]
         call.run = call.runs[0]
         call.alternatives = call.run.alternatives
-        longest = max(map(len, call.prompts))
+        longest, planned = max(map(len, call.prompts)), self._rules.plan and judged.client.kind not in NEVER_NOTED
+        thinks = renderer.thinks and call.run.thinking.state != "off"
+        lane = kind(
+            judged.client, asked=judged.max_tokens, thinks=thinks, plan=self._rules.plan,
+            choices=judged.choices * len(prompts),
+        )  # fmt: skip
         return ev.Prepared(
-            call.request, len(call.prompts[0]), prompts=len(prompts), longest=longest, hashes=call.hashes
-        )
+            call.request, len(call.prompts[0]), prompts=len(prompts), longest=longest, hashes=call.hashes,
+            thinks=thinks, planned=planned, lane=lane, head=prompts[0].beginning.head,
+            opening=prompts[0].beginning.opening, first=prompts[0].first,
+        )  # fmt: skip
 
     def _shows_lines(self, judged: Judged) -> bool:
         """Whether its waiting lines stand where the thinking does too (row Q6): never beside an answer of a form."""
@@ -134,8 +143,11 @@ class Preparation:
         await self._processes.close()
 
 
-def _rendered(renderer: Renderer, judged: Judged, wall: float, salt: bytes) -> list[Prompt] | Refusal:
-    """Every prompt of the request, with its hashes; a fault in one of them refuses it."""
+def _rendered(renderer: Renderer, judged: Judged, wall: float, salt: bytes, sides: bool) -> list[Prompt] | Refusal:
+    """Every prompt of the request, with its hashes; a fault in one of them refuses it.
+
+    ``sides``: there are side slots, so it matters where a prompt's beginning ends (row M3).
+    """
     request = judged.request
     assert request is not None
     texts = [""] if isinstance(request, ChatRequest) else prompts_of(request)
@@ -146,7 +158,11 @@ def _rendered(renderer: Renderer, judged: Judged, wall: float, salt: bytes) -> l
         prompt = renderer.prompt(request, wall, judged.thinking, index)
         if isinstance(prompt, Refusal):
             return prompt
-        prompts.append(msgspec.structs.replace(prompt, hashes=hashes(prompt.tokens, salt)))
+        tokens, blocks, beginning = prompt.tokens, hashes(prompt.tokens, salt), prompt.beginning
+        if sides:
+            beginning = renderer.beginning(request, tokens, wall, judged.thinking)
+        first = through(tokens, beginning.opening, blocks, salt)
+        prompts.append(msgspec.structs.replace(prompt, hashes=blocks, beginning=beginning, first=first))
     return prompts
 
 

@@ -12,16 +12,21 @@ from engine import protocol as wire
 from pipeline import __version__
 from pipeline.settings import Settings, policy
 from pipeline.trace import Header, Recorder
+from stages.wait import History, flat
 
 
-def recorder(settings: Settings, salt: bytes) -> Recorder | None:
-    """The recorder, None where no trace was asked for. The hashes' salt stands in a trace at level full alone."""
+def recorder(settings: Settings, salt: bytes, history: History) -> Recorder | None:
+    """The recorder, None where no trace was asked for. The hashes' salt stands in a trace at level full alone.
+
+    ``history``: what the core's estimates begin with.
+    """
     if not settings.trace:
         return None
     header = Header(
         tandem=__version__, engine="scripted" if settings.script else "torch", torch=str(torch.__version__),
         level=settings.trace_level, wall=time.time(), recorded_by=settings.trace_note,
-        policy=policy(settings), settings=settings.public(), salt=salt.hex() if settings.trace_level == "full" else "",
+        policy=policy(settings), settings=settings.public(), history=flat(history),
+        salt=salt.hex() if settings.trace_level == "full" else "",
     )  # fmt: skip
     return Recorder(Path(settings.trace), header, int(settings.trace_rotate_mb * (1 << 20)))
 

@@ -9,7 +9,10 @@ import msgspec
 
 from pipeline.core import Core
 from pipeline.journal import Step
+from pipeline.request import Memory
+from pipeline.settings import Policy
 from pipeline.trace import Header, Line, TraceError, read
+from stages.wait import folded
 
 
 class Report(msgspec.Struct):
@@ -62,10 +65,7 @@ def replay(path: Path, *, compare: bool = True) -> Report:
     if first is None or first.header is None:
         raise TraceError(f"{path}: empty")
     report = Report(first.header)
-    core = Core(report.header.policy, report.header.snapshot)
-    if report.header.snapshot is None:
-        core.begin(0.0)
-        core.take_steps()
+    core = opened(report.header)
     for batch in _batches(lines, report):
         assert batch.line.event is not None
         core.handle(batch.line.event, batch.line.t)
@@ -77,6 +77,18 @@ def replay(path: Path, *, compare: bool = True) -> Report:
         if report.difference is not None:
             break
     return report
+
+
+def opened(header: Header, policy: Policy | None = None) -> Core:
+    """A core as the recording's stood before the file's first event; ``policy``: another one than it had."""
+    policy = policy or header.policy
+    if header.snapshot is not None:
+        return Core(policy, msgspec.json.decode(msgspec.json.encode(header.snapshot), type=Memory))
+    core = Core(policy)
+    core.memory.history = folded(header.history)
+    core.begin(0.0)
+    core.take_steps()
+    return core
 
 
 def _batches(lines: Iterable[Line], report: Report) -> Iterable[_Batch]:

@@ -11,6 +11,7 @@ from math import inf
 import msgspec
 
 from pipeline.states import EngineState, RequestState, SlotState
+from stages.wait import History
 
 HISTORY = 16
 """Transitions kept with a live request, for the Dev view and for replay's report."""
@@ -65,6 +66,34 @@ class Request(msgspec.Struct, kw_only=True):
     max_tokens: int = 0
     hashes: list[bytes] = []
     shared_rows: int = 0  # what the engine seemed to hold of it when it was admitted, by its hashes
+    thinks: bool = False
+    planned: bool = False  # a plan shapes its prompt
+    head: int = 0  # rows through the system prompt and tools
+    opening: int = 0  # rows through its first user message
+    first: bytes = b""  # those rows as one hash
+    # of waiting
+    why: str = ""  # what it waits for: slots, memory, slot0, own, engine
+    offer_at: Time = None  # when waiting has been long enough for another answer
+    slot0_since: Time = None  # since when it waits for slot 0 though a side slot is free
+    continues: str = ""  # where the conversation is held that it goes on with: slot, park, disk
+    waits_memory: bool = False  # until some run has ended
+    gate_collected: bool = False
+    gate_asked: list[str] = []  # levels that were asked to give back for it, in order
+    mem_since: Time = None  # when its wait for memory began
+    mem_wait_s: float = 0.0
+    own_wait_s: float = 0.0
+    own_since: Time = None  # since when it waits behind work of the engine's own
+    own_what: str = ""  # behind which
+    progress: bool = False  # its client wants the figures of its lines
+    beat_at: Time = None  # when its client is due a sign of life: an empty chunk, or a blank of a whole answer
+    sent_at: Time = None  # when it last got one that it counts
+    # of the side lane
+    lane: str = ""  # raw, side or ""
+    offered: bool = False  # to the engine as a guest, no answer yet
+    inside: bool = False  # it was served as a guest
+    outgrown: bool = False
+    lane_at: Time = None  # when it may be offered again
+    held: list[int] = []  # handles of text that is not sent yet
     # of the run
     place: int = -1
     slot: int = -1
@@ -123,6 +152,10 @@ class Slot(msgspec.Struct, kw_only=True):
     run: int = -1
     started: bool = False
     more: bool = False  # what its run wrote ended well and is not its request's last choice
+    let_go: bool = False  # its request ended while a guest is inside
+    kept: int = 0  # rows that its run left, in place or parked; set at the run's end
+    hashes: list[bytes] = []  # of slot 0: blocks of the prompt that its run reads
+    first: bytes = b""
 
 
 class Engine(msgspec.Struct, kw_only=True):
@@ -147,7 +180,19 @@ class Engine(msgspec.Struct, kw_only=True):
     allocated: int = 0
     reserved: int = 0
     peak: int = 0
+    free: int = 0
+    growth: int = -1  # what caches may still take; -1: not known
+    levels: list[tuple[str, int]] = []  # what each could give back
     own_work: list[str] = []
+    # of its start: the self-check's rates, and the bounds of memory (rows J1, J3)
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    ceiling: int = 0
+    peak_limit: int = 0
+    slack: int = 0
+    workspaces: list[tuple[int, int]] = []
+    most_rows: int = 0
+    device: str = ""
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,6 +203,41 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     hashes: list[bytes] = []
     nbytes: int = 0
+
+
+class GuestRun(msgspec.Struct, kw_only=True):
+    """The one outstanding guest of the engine. ``request`` -1: its client is gone, the engine not done with it."""
+
+    request: int
+    run: int
+    holder: int
+    begun_at: Time = None
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What the memory gate decided on a request, and the figures it read, in bytes."""
+
+    request: int
+    name: str
+    row: str
+    at: float
+    level: str = ""
+    nbytes: int = 0
+    workspace: int = 0
+    allocated: int = 0
+    reserved: int = 0
+
+
+class LaneCounts(msgspec.Struct, kw_only=True):
+    """What came of offers to the side lane since the start. ``copied``: rows and bytes of the last copy."""
+
+    offered: int = 0
+    declined: int = 0
+    served: int = 0
+    outgrown: int = 0
+    guest_s: float = 0.0
+    copied_rows: int = 0
+    copied_bytes: int = 0
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -175,6 +255,9 @@ class Memory(msgspec.Struct, kw_only=True):
 
     requests: dict[int, Request] = {}
     recent: list[Request] = []
+    history: History = msgspec.field(default_factory=History)  # what waits are estimated from
+    own_waits: dict[str, list[float]] = {}  # seconds somebody waited behind the engine's own work, by its name
+    behind_own: list[int] = []  # who does now
     queue: list[int] = []
     slots: list[Slot] = []
     engine: Engine = msgspec.field(default_factory=Engine)
@@ -187,6 +270,21 @@ class Memory(msgspec.Struct, kw_only=True):
     next_place: int = 0
     steps: int = 0
     wake: Time = None
+    guest: GuestRun | None = None
+    lane: LaneCounts = msgspec.field(default_factory=LaneCounts)
+    lane_spans: list[tuple[float, float]] = []  # when guests were inside, of the last seconds that count
+    lane_shut: int = -1  # the run of slot 0 that takes no guest any more: it is about to end
+    lane_since: int = 0  # rounds of the holder since the last guest; a prefill step counts as all it needs
+    gate: int = -1  # the run whose memory is being decided on
+    decision: Decision | None = None  # the gate's last
+    memory_refused: int = 0
+    last_refused: Decision | None = None  # for want of memory
+    last_prompt: list[bytes] = []  # blocks of slot 0's last prompt, as far as its rows stayed
+    openings: list[bytes] = []  # hashes of the beginnings of the last conversations of slot 0, newest last
+    spill_waits: int = 0  # requests that waited for slot 0 as the park or the disk holds their conversation
+    slot0_gave_up: int = 0  # of those that waited for it, how many took a side slot in the end
+    max_running_why: str = ""  # what more would have waited for
+    overlap_rounds: int = 0  # rounds of answers while another was being written
     max_running: int = 0  # the most requests that had a slot at once
     joint_rounds: int = 0  # rounds of answers whose step was another's too
 
@@ -200,7 +298,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What a guard may read besides its record: computed by the core before it fires.
 
     ``before_queue`` and ``waiting`` count a list of prompts once; ``inside``: it is a further prompt of such a list.
-    ``slot``: the free one that a request is next for, -1: it has to wait.
+    ``slot``: the free one that a request is next for, -1: it has to wait; ``why``: see ``stages/slots.py: Route``.
+    ``gate``: what the stage ``memory_gate`` says.
     """
 
     now: float = 0.0
@@ -210,6 +309,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     bodies: int = 0
     waiting: int = 0
     slot: int = -1
+    why: str = ""
+    lane_open: bool = False
     engine: EngineState = EngineState.ready
     window: int = 0
     advancing: bool = True
@@ -219,3 +320,5 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     max_bodies: int = 1 << 30
     max_queue: int = 8
     retry_after: float = 30.0
+    most_rows: int = 0
+    gate: str = ""

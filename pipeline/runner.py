@@ -27,7 +27,7 @@ from pipeline.call import Call
 from pipeline.core import Core
 from pipeline.engine_life import UNUSABLE
 from pipeline.faults import told, unhandled
-from pipeline.outbox import Comment
+from pipeline.outbox import Beat, Blank, Comment
 from pipeline.pools import Raised
 from pipeline.prepare import Preparation
 from pipeline.recording import capabilities, recorder
@@ -62,8 +62,8 @@ class Runner:
         self._timer: asyncio.TimerHandle | None = None
         self._next = 1
         salt = data_dir.salt(settings)
-        self._preparation = Preparation(rulebook(settings, model), salt)
-        self._recorder = recorder(settings, salt)
+        self._preparation = Preparation(rulebook(settings, model), salt, settings.parallel > 1)
+        self._recorder = recorder(settings, salt, self.core.memory.history)
         self._tasks: set[asyncio.Future[Any]] = set()
         self._do: dict[type, Callable[[Any], None]] = {
             do.ReadBody: self._read_body,
@@ -71,11 +71,17 @@ class Runner:
             do.Prepare: self._start_to_prepare,
             do.Spread: self._spread,
             do.Measure: lambda e: self._tell(wire.Measure(e.epoch, e.run, e.rows)),
+            do.GiveBack: lambda e: self._tell(wire.GiveBack(e.epoch, e.run, e.level, e.nbytes)),
+            do.Collect: lambda e: self._tell(wire.Collect(e.epoch, e.run)),
             do.StartRun: self._start_run,
+            do.StartGuest: self._start_guest,
+            do.Recall: lambda e: self._calls[e.request].recall(),
             do.Acknowledge: lambda e: self._tell(wire.Seen(e.epoch, e.run, e.n)),
             do.CancelRun: self._cancel_run,
             do.Send: self._send,
             do.Line: self._line,
+            do.Beat: lambda e: self._sign(e.request, Beat()),
+            do.Blank: lambda e: self._sign(e.request, Blank()),
             do.EndChoice: self._end_choice,
             do.Finish: self._finish,
             do.Forget: self._forget,
@@ -255,7 +261,7 @@ class Runner:
         if call.head is call:
             self._spawn(self._prepare(call), call, "prompt")
         else:
-            self.post(ev.Prepared(call.request, len(call.tokens), hashes=call.hashes))
+            self.post(ev.Prepared(call.request, len(call.tokens), hashes=call.hashes, thinks=call.head.thinks))
 
     def _spread(self, effect: do.Spread) -> None:
         """The other prompts of a body, each a request of its own with chance of its own."""
@@ -267,7 +273,9 @@ class Runner:
             self.post(ev.Received(request, call.name, call.route, 0, call.seed, wall, head.request))
 
     async def _prepare(self, call: Call) -> None:
-        self.post(await self._preparation.prepare(call))
+        fact = await self._preparation.prepare(call)
+        call.thinks = fact.thinks
+        self.post(fact)
 
     # -- effects on the engine ---------------------------------------------------------------------------------------
 
@@ -293,18 +301,23 @@ class Runner:
             self._link.send(message)
 
     def _start_run(self, effect: do.StartRun) -> None:
+        self._tell(self._start(effect, effect.slot, effect.choice, effect.more))
+
+    def _start_guest(self, effect: do.StartGuest) -> None:
+        self._tell(wire.Guest(effect.epoch, self._start(effect, 0, 0, False), effect.holder))
+
+    def _start(self, effect: do.StartRun | do.StartGuest, slot: int, choice: int, more: bool) -> wire.Start:
+        """The next choice of a request begins: all that the engine is told of it."""
         call = self._calls[effect.request]
         assert self.described is not None
-        run = call.new_choice(effect.choice)
+        run = call.new_choice(choice)
         self._runs[effect.run] = call
-        if self._recorder is not None and effect.choice == 0:
+        if self._recorder is not None and choice == 0:
             self._recorder.text({"request": effect.request, "prompt": call.tokens})
-        self._tell(
-            wire.Start(
-                effect.epoch, effect.run, effect.slot, call.tokens, run.sampling, effect.max_tokens,
-                run.ending.all_ids(self.described.end_ids), effect.choice, run.ending.min_tokens, run.alternatives,
-                run.thinking, run.grammar, effect.more, call.hashes,
-            )
+        return wire.Start(
+            effect.epoch, effect.run, slot, call.tokens, run.sampling, effect.max_tokens,
+            run.ending.all_ids(self.described.end_ids), choice, run.ending.min_tokens, run.alternatives,
+            run.thinking, run.grammar, more, call.hashes,
         )  # fmt: skip
 
     def _cancel_run(self, effect: do.CancelRun) -> None:
@@ -331,6 +344,8 @@ class Runner:
                 self.post(ev.Resident(*msgspec.structs.astuple(message)))
             case wire.OwnWork():
                 self.post(ev.OwnWork(message.epoch, message.what, message.begun))
+            case wire.GuestStarted():
+                self.post(ev.GuestStarted(*msgspec.structs.astuple(message)))
             case wire.Memory():
                 self.post(ev.MemoryRead(*msgspec.structs.astuple(message)))
             case wire.Loading():
@@ -372,7 +387,13 @@ class Runner:
         await self._preparation.renderer()
         if self._recorder is not None:
             self._recorder.know(capabilities(self.described, message))
-        self.post(ev.EngineReady(message.epoch, message.load_s, message.safe_rows))
+        self.post(
+            ev.EngineReady(
+                message.epoch, message.load_s, message.safe_rows, message.prefill_rate, message.decode_rate,
+                message.ceiling, message.peak_limit, message.slack, message.workspaces, message.most_rows,
+                message.device,
+            )
+        )  # fmt: skip
 
     def _tokens(self, message: wire.Tokens) -> None:
         """Through the text stage; the core answers with what to send and how far the engine may go."""
@@ -419,7 +440,11 @@ class Runner:
 
     def _line(self, effect: do.Line) -> None:
         call = self._calls[effect.request]
-        call.outbox.put(Comment(effect.text, call.head.shows_lines), self.now())
+        call.outbox.put(Comment(effect.text, call.head.shows_lines, closing.progress(effect)), self.now())
+
+    def _sign(self, request: int, item: Beat | Blank) -> None:
+        """A sign of life that says nothing."""
+        self._calls[request].outbox.put(item, self.now())
 
     def _end_choice(self, effect: do.EndChoice) -> None:
         call = self._calls[effect.request]
@@ -429,7 +454,7 @@ class Runner:
         call = self._calls.pop(effect.request)
         if effect.code and not refused(effect):
             self._let_go(call)
-        for item in closing.finished(call, effect, self.window):
+        for item in closing.finished(call, effect, self.window, self.core.memory.engine.most_rows):
             call.outbox.put(item, self.now())
 
     def _let_go(self, call: Call) -> None:

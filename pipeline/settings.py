@@ -58,7 +58,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_live: int = 64
     parallel: int = 1
     side_max_len: int = 65_536
+    side_margin: int = -1
+    side_slot0_wait: float = 3.0
+    resident_guest_max: int = 2_048
+    side_guests: str = "on"
     parallel_cut: str = "share"
+    side_graphs: str = "on"
+    parallel_floor_gb: float = -1.0
+    side_lane: str = "on"
+    side_lane_prompt: int = 2_048
+    side_lane_tokens: int = 64
+    side_lane_side_tokens: int = 192
+    keepalive_chunk_s: float = 60.0
+    early_headers_s: float = 200.0
+    mem_ceiling_gib: float = 0.0
+    mem_peak_gib: float = 0.0
+    reserve_slack_gib: float = -1.0
     conductor: str = "on"
     client_reasoning: str = "*=reasoning_content,hermes=tags"
     progress_lines: str = "none"
@@ -85,6 +100,20 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int = 1
     side_max_len: int = 65_536
+    side_margin: int = -1
+    """Rows beside a planned request's answer in a side slot; -1: 8,192. Others need none."""
+    side_slot0_wait: float = 3.0
+    resident_guest_max: int = 2_048
+    side_guests: bool = True
+    prefix_chunk: int = 1_024
+    parallel_floor: int = -1
+    """-1: the smaller of 15 GB and 12 % of memory."""
+    side_lane: str = "on"
+    side_lane_prompt: int = 2_048
+    side_lane_tokens: int = 64
+    side_lane_side_tokens: int = 192
+    keepalive_s: float = 60.0
+    early_headers_s: float = 200.0
     max_queue: int = 8
     max_live: int = 64
     bodies: int = 1_024 << 20
@@ -104,6 +133,18 @@ def policy(settings: Settings) -> Policy:
     return Policy(
         slots=settings.parallel,
         side_max_len=settings.side_max_len,
+        side_margin=settings.side_margin,
+        side_slot0_wait=settings.side_slot0_wait,
+        resident_guest_max=settings.resident_guest_max,
+        side_guests=settings.side_guests == "on",
+        prefix_chunk=settings.prefix_chunk,
+        parallel_floor=int(settings.parallel_floor_gb * 1e9) if settings.parallel_floor_gb >= 0 else -1,
+        side_lane=settings.side_lane,
+        side_lane_prompt=settings.side_lane_prompt,
+        side_lane_tokens=settings.side_lane_tokens,
+        side_lane_side_tokens=settings.side_lane_side_tokens,
+        keepalive_s=settings.keepalive_chunk_s,
+        early_headers_s=settings.early_headers_s,
         max_queue=settings.max_queue,
         max_live=settings.max_live,
         bodies=settings.bodies_mb << 20,
@@ -177,7 +218,27 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max_live", "I9", "Requests before the queue.", low=1),
     Flag("parallel", "M1", "Requests that run at once: slot 0 and so many side slots less one.", low=1, high=64),
     Flag("side_max_len", "M1", "Window of a side slot (rows), at most that of slot 0.", low=1),
+    Flag("side_margin", "M2", "Rows kept beside an answer under a plan in a side slot; -1: 8192.", low=-1),
+    Flag("side_slot0_wait", "M4", "Longest wait of a conversation for slot 0 before a side slot (s).", low=0),
+    Flag("resident_guest_max", "M5", "Longest prompt that leaves a free slot 0 its conversation.", low=0),
+    Flag("side_guests", "M5", "Short requests to an idle side slot though slot 0 is free.", ("on", "off")),
     Flag("parallel_cut", "M6", "Drafts of a joint step: an equal share each, or where it pays.", ("share", "joint")),
+    Flag("side_graphs", "M6", "Recorded verify rounds in side slots too (CUDA).", ("on", "off")),
+    Flag("parallel_floor_gb", "M7", "Memory kept free beside others (GB); -1: 15 or 12 % of it.", low=-1),
+    Flag(
+        "side_lane",
+        "K2",
+        "Short requests inside a long one; decode: not inside its prefill.",
+        ("on", "decode", "off"),
+    ),
+    Flag("side_lane_prompt", "K1", "Longest prompt of the side lane.", low=1),
+    Flag("side_lane_tokens", "K1", "Most output tokens of a raw request in the side lane.", low=1),
+    Flag("side_lane_side_tokens", "K1", "Output tokens after which a side request has outgrown the lane.", low=1),
+    Flag("keepalive_chunk_s", "L1", "Empty chunks on a stream that waits (s); 0: none.", low=0),
+    Flag("early_headers_s", "I6b", "Age at which a whole answer's headers leave (s); 0: with its end.", low=0),
+    Flag("mem_ceiling_gib", "J1", "Memory between requests (GiB); 0: 0.8 of the device's.", low=0),
+    Flag("mem_peak_gib", "J1", "Memory during a prefill (GiB); 0: the ceiling and a whole window's prefill.", low=0),
+    Flag("reserve_slack_gib", "J1", "Free blocks kept between requests (GiB); -1: from the device.", low=-1),
     Flag("conductor", "Q1", "off: prompt and answer as sent, token for token.", ("on", "off")),
     Flag("client_reasoning", "Q2", "Where thinking goes, by kind of client: KIND=FORMAT,…"),
     Flag("progress_lines", "Q6", "Kinds of client that see waiting lines as thinking: KIND,…"),

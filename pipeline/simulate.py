@@ -3,7 +3,8 @@
 A run is made twice. The first gives the holds: from when to when each request had its slot. The second, which is the
 same event for event, stops at 10, 30, 50, 70 and 90 % of each and asks the stage ``wait`` what it would tell: a waiter
 right behind the holders, one at the end of the line, and each that waits. What then happened is its judge. The estimate
-sees prompts' lengths, kinds and ended requests; no limit is asked for, so all have the server's default.
+is the core's own: it sees prompts' lengths, kinds and ended requests; no limit is asked for, so all have the server's
+default.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import msgspec
 
 from pipeline import effects as do
 from pipeline import events as ev
-from pipeline.arrivals import Asked, Session
+from pipeline.arrivals import SIDE_TOKENS, Asked, Session
 from pipeline.core import Core
 from pipeline.forecast import ended, said
 from pipeline.modelled import Costs, ModelledEngine, Wanted
-from pipeline.request import Request
+from pipeline.request import LaneCounts
 from pipeline.settings import Policy
 from pipeline.states import RequestState, SlotState
 from pipeline.table import ENDED
-from stages.wait import History, Rates, remembered
+from stages.wait import History
 
 ASKED_AT = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Of each hold."""
@@ -51,10 +52,14 @@ class Served(msgspec.Struct, frozen=True):
     queued: float
     ttft: float
     total: float
+    side: bool = False
 
 
 class Outcome(msgspec.Struct):
-    """What a run came to. ``rows``: how requests ended, by the row; ``queue``: its length when it changed."""
+    """What a run came to. ``rows``: how requests ended, by the row; ``queue``: its length when it changed.
+
+    ``lane``: what came of offers to the side lane.
+    """
 
     requests: int = 0
     rows: dict[str, int] = {}
@@ -62,6 +67,7 @@ class Outcome(msgspec.Struct):
     told: list[Told] = []
     holds: list[tuple[float, float]] = []
     queue: list[tuple[float, int]] = []
+    lane: LaneCounts = msgspec.field(default_factory=LaneCounts)
     first_end: float = inf
     ends_at: float = 0.0
 
@@ -82,10 +88,9 @@ class Simulation:
         self.policy, self.costs = policy, costs
         self.core = Core(policy)
         self.outcome = Outcome()
-        self.history = history or History()
+        self.core.memory.history = history or History()
         self.now = 0.0
         self._engine = ModelledEngine(costs, self._wanted)
-        self._checked = Rates(costs.prefill, costs.decode)
         self._ask = ask[::-1]
         self._sessions = sessions
         self._asked: dict[int, tuple[Asked, int, int]] = {}  # by request: what, of which session, its place there
@@ -108,7 +113,7 @@ class Simulation:
             count += 1
             if progress is not None and count % 1_000 == 0:
                 progress(self.now)
-        self.outcome.ends_at = self.now
+        self.outcome.ends_at, self.outcome.lane = self.now, self.core.memory.lane
         return self.outcome
 
     def _turn(self) -> bool:
@@ -135,12 +140,9 @@ class Simulation:
         self._asked[id] = asked, session, place
         self._post([(at, ev.Received(id, f"{id:024x}", "chat", BODY_BYTES, id, at))])
 
-    def _wanted(self, id: int) -> Wanted:
+    def _wanted(self, id: int, _choice: int = 0) -> Wanted:
         asked = self._asked[id][0]
         return Wanted(asked.prompt, asked.written, asked.hashes())
-
-    def _kind(self, request: Request) -> str:
-        return self._sessions[self._asked[request.id][1]].kind
 
     def _post(self, events: list[tuple[float, ev.Event]]) -> None:
         for time, event in events:
@@ -156,12 +158,17 @@ class Simulation:
         for effect in effects:
             match effect:
                 case do.ReadBody(id):
-                    self._post([(self.now, ev.Checked(id, stream=True, messages=1, body_bytes=BODY_BYTES))])
+                    most = SIDE_TOKENS[1] if self._asked[id][0].lane else 0
+                    checked = ev.Checked(id, stream=True, messages=1, body_bytes=BODY_BYTES, max_tokens=most)
+                    self._post([(self.now, checked)])
                 case do.Fetch(id):
                     self._post([(self.now, ev.Fetched(id))])
                 case do.Prepare(id):
-                    asked = self._asked[id][0]
-                    self._post([(self.now, ev.Prepared(id, asked.prompt, hashes=asked.hashes()))])
+                    asked, session, _ = self._asked[id]
+                    thinks = self._sessions[session].kind == "thinking"
+                    hashes, lane = asked.hashes(), asked.lane
+                    prepared = ev.Prepared(id, asked.prompt, hashes=hashes, thinks=thinks, lane=lane)
+                    self._post([(self.now, prepared)])
                 case do.Spawn(epoch):
                     self._post(self._engine.start(epoch, self.now))
                 case do.WakeAt(time):
@@ -173,9 +180,10 @@ class Simulation:
 
     def _finished(self, end: do.Finish) -> None:
         """A session goes on after its answer, also after a refusal: its client thinks, then asks the next."""
+        asked, session, place = self._asked[end.request]
         if not end.code:
-            self.outcome.served.append(Served(end.queue_ms / 1_000, end.ttft_ms / 1_000, end.total_ms / 1_000))
-        _, session, place = self._asked[end.request]
+            times = end.queue_ms / 1_000, end.ttft_ms / 1_000, end.total_ms / 1_000
+            self.outcome.served.append(Served(*times, asked.lane != ""))
         following = self._sessions[session].requests[place + 1 : place + 2]
         if following and following[0].think >= 0:
             self._arrive(following[0], session, place + 1, self.now + following[0].think)
@@ -222,9 +230,7 @@ class Simulation:
         outcome = self.outcome
         outcome.rows[row] = outcome.rows.get(row, 0) + 1
         request = next((r for r in self.core.memory.recent if r.id == id), None)
-        end = ended(request, self._kind(request)) if request is not None else None
-        if end is not None:
-            self.history = remembered(self.history, end)
+        if request is not None and ended(request) is not None:
             outcome.first_end = min(outcome.first_end, self.now)
 
     # -- what would be said --------------------------------------------------------------------------------------------
@@ -236,12 +242,14 @@ class Simulation:
         self._ask.pop()
         self.now = max(self.now, at)
         memory = self.core.memory
-        if any(slot.state is SlotState.free for slot in memory.slots):
-            return True
         queue = list(memory.queue)
-        told = said(memory, self.policy, self.history, self._checked, self._kind, self.now)
-        self._probes.append(_Probe(self._tell("next", told.next), []))
-        self._probes.append(_Probe(self._tell("last", told.last), queue))
+        free = any(slot.state is SlotState.free for slot in memory.slots)
+        if free and not queue:
+            return True
+        told = said(memory, self.policy, self.now)
+        if not free:  # else those who wait cannot take it, and somebody who is not there needs no turn
+            self._probes.append(_Probe(self._tell("next", told.next), []))
+            self._probes.append(_Probe(self._tell("last", told.last), queue))
         for id, estimate in zip(queue, told.waits, strict=True):
             self._waiters.setdefault(id, []).append(self._tell("waits", estimate))
         return True

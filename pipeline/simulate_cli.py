@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -10,14 +9,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from pipeline import events as ev
-from pipeline.arrivals import NoTrace, Session, duration, read, spread, thinned
+from pipeline.arrivals import NoTrace, Session, duration, read, sided, spread, thinned
 from pipeline.figures import printed
+from pipeline.measured import costs as measured_costs
 from pipeline.modelled import Costs
 from pipeline.plot import svg
 from pipeline.settings import Policy
 from pipeline.simulate import Outcome, simulate
-from pipeline.trace import Line, TraceError
+from pipeline.trace import TraceError
 from pipeline.trace import read as read_recorded
 
 TRACE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -26,12 +25,15 @@ FREE = ("thinking",)
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is drawn from the traces. ``share``: the part of the load that is agents'."""
+    """What is drawn from the traces. ``share``: the part of the load that is agents'; ``sides`` of requests bring one
+    for the side lane.
+    """
 
     sessions: list[Session]
     agents: list[Session]
     share: float
     seconds: float
+    sides: float = 0.0
 
     def drawn(self, load: float, costs: Costs, seed: int) -> list[Session]:
         """The sessions of one run, by first arrival."""
@@ -42,7 +44,8 @@ class Plan(msgspec.Struct, frozen=True):
                 sessions = spread(sessions, self.seconds, seed + number)
             inside = [session for session in sessions if session.requests[0].at < self.seconds]
             out += thinned(inside, part, self.seconds, costs.prefill, costs.decode, seed + number)
-        return sorted(out, key=lambda session: session.requests[0].at)
+        out.sort(key=lambda session: session.requests[0].at)
+        return sided(out, self.sides, seed) if self.sides else out
 
 
 @click.command("simulate")
@@ -60,11 +63,17 @@ class Plan(msgspec.Struct, frozen=True):
 @click.option("--measured", type=TRACE, help="Take both rates from a trace this server recorded.")
 @click.option("--held", default=4, show_default=True, type=click.IntRange(0), help="Conversations the engine keeps.")
 @click.option("--max-queue", default=Policy().max_queue, show_default=True, type=click.IntRange(0), help="As of serve.")
+@click.option(
+    "--side-lane", default="on", show_default=True, type=click.Choice(["on", "decode", "off"]), help="As of serve."
+)
+@click.option(
+    "--side-share", default=0.0, show_default=True, type=click.FloatRange(0, 1), help="Requests that bring one."
+)
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="SVG file to draw the last run in.")
 def command(
     trace: Path, agents: Path | None, agent_share: float, loads: str, slots: int, seed: int, runs: int, minutes: float,
     prefill_rate: float, decode_rate: float, joint: str, measured: Path | None, held: int, max_queue: int,
-    plot: Path | None,
+    side_lane: str, side_share: float, plot: Path | None,
 ) -> None:  # fmt: skip
     """Run a public serving TRACE against a modelled engine, in virtual time.
 
@@ -74,59 +83,42 @@ def command(
         prefill_rate, decode_rate = rates(measured)
     table = tuple(_numbers("--joint", joint))
     costs = Costs(prefill=prefill_rate, decode=decode_rate, joint=table, held=held)
-    policy = Policy(slots=slots, max_queue=max_queue)
-    plan = _plan(trace, agents, agent_share, minutes * 60)
+    if side_share:
+        costs = msgspec.structs.replace(costs, told_s=0.0)
+    policy = Policy(slots=slots, max_queue=max_queue, side_lane=side_lane)
+    plan = _plan(trace, agents, agent_share, minutes * 60, side_share)
     speed = f"{prefill_rate:.4g} prompt rows/s, {decode_rate:.4g} tokens/s"
-    click.echo(f"{trace.name}: {plan.seconds / 60:.0f} min, {speed}")
+    sides = f", side lane {side_lane}, {side_share:.0%} bring a side request" if side_share else ""
+    click.echo(f"{trace.name}: {plan.seconds / 60:.0f} min, {speed}{sides}")
     title = ""
     outcomes: list[Outcome] = []
     for load in _numbers("--load", loads):
         outcomes = [_run(plan, load, policy, costs, seed + number) for number in range(runs)]
         click.echo("\n" + printed(outcomes, load, plan.seconds, slots))
-        title = f"{trace.name}, load {load:g}, {slots} slot{'s' * (slots > 1)}, seed {seed + runs - 1}"
+        title = f"{trace.name}, load {load:g}, {slots} slot{'s' * (slots > 1)}, seed {seed + runs - 1}{sides}"
     if plot is not None:
         plot.write_text(svg(outcomes[-1], title))
 
 
 def rates(path: Path) -> tuple[float, float]:
     """Prompt rows and answer tokens a second of a recorded run."""
-    rows = tokens = 0
-    reading = writing = 0.0
-    done: dict[int, int] = {}
     try:
-        for event in _events(read_recorded(path)):
-            match event:
-                case ev.RunResumed():
-                    done[event.run] = event.rows
-                case ev.ChunkDone() if event.ms:
-                    rows += event.done - done.get(event.run, 0)
-                    reading += event.ms / 1_000
-                    done[event.run] = event.done
-                case ev.Progress() if event.ms:
-                    tokens += event.n - done.get(-event.run, 0)
-                    writing += event.ms / 1_000 / event.shared
-                    done[-event.run] = event.n
-                case _:
-                    pass
+        found = measured_costs(line.event for line in read_recorded(path) if line.event is not None)
     except TraceError as error:
         raise click.BadParameter(str(error), param_hint="--measured") from None
-    if not reading or not writing or not rows or not tokens:
+    if found is None:
         raise click.BadParameter(f"{path.name} has no prompt read and answered.", param_hint="--measured")
-    return rows / reading, tokens / writing
+    return found.prefill, found.decode
 
 
-def _events(lines: Iterable[Line]) -> Iterable[ev.Event]:
-    return (line.event for line in lines if line.event is not None)
-
-
-def _plan(trace: Path, agents: Path | None, share: float, seconds: float) -> Plan:
+def _plan(trace: Path, agents: Path | None, share: float, seconds: float, sides: float) -> Plan:
     try:
         sessions, more = read(trace), read(agents) if agents is not None else []
     except NoTrace as error:
         raise click.ClickException(str(error)) from None
     if sessions and sessions[0].kind not in FREE:
         seconds = min(seconds, duration(sessions) or seconds)
-    return Plan(sessions, more, share if more else 0.0, seconds)
+    return Plan(sessions, more, share if more else 0.0, seconds, sides)
 
 
 def _run(plan: Plan, load: float, policy: Policy, costs: Costs, seed: int) -> Outcome:

@@ -6,7 +6,7 @@ from engine.protocol import Config
 from pipeline.data_dir import folder
 from pipeline.settings import Settings, failpoints
 
-GB = 1_000_000_000
+GB, GIB = 1_000_000_000, 1 << 30
 
 
 def engine_config(settings: Settings, epoch: int, model: str) -> Config:
@@ -29,4 +29,8 @@ def engine_config(settings: Settings, epoch: int, model: str) -> Config:
         disk_cache_bytes=int(settings.disk_cache_gb * GB),
         data_dir=str(folder(settings)) if settings.disk_cache_gb else "",
         parallel_cut=settings.parallel_cut,
+        mem_ceiling=int(settings.mem_ceiling_gib * GIB),
+        mem_peak=int(settings.mem_peak_gib * GIB),
+        slack=int(settings.reserve_slack_gib * GIB) if settings.reserve_slack_gib >= 0 else -1,
+        side_graphs=settings.side_graphs == "on",
     )

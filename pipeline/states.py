@@ -18,6 +18,7 @@ class RequestState(Enum):
     admitted = "admitted"  # holds a slot; memory is read before the prefill
     prefilling = "prefilling"  # the engine reads the prompt
     decoding = "decoding"  # the engine writes the answer
+    guest = "guest"  # served inside another one's run, at its safe point
     finished = "finished"  # over, with an outcome
     abandoned = "abandoned"  # over: its client left
 
@@ -28,6 +29,7 @@ class SlotState(Enum):
     free = "free"  # takes a request
     busy = "busy"  # holds a live request
     ending = "ending"  # its request is over, the engine has not said so yet
+    lent = "lent"  # a guest is inside
 
 
 class EngineState(Enum):
@@ -63,11 +65,14 @@ class Trigger(Enum):
     fault = "fault"  # something of ours broke
     shutdown = "shutdown"  # the drain's time is over
     hang_up = "hang_up"  # its client left
+    lend = "lend"  # its slot is lent to a guest (of a slot too)
+    returned = "returned"  # the guest is over (of a slot too)
+    guest_started = "guest_started"  # it is a guest now
     # a slot
     take = "take"  # a request was admitted to it
     let_go = "let_go"  # its request is over before the engine said so
     ended = "ended"  # the engine ended the run
-    declined = "declined"  # the engine refused the run
+    declined = "declined"  # the engine refused the run (of a request: to be a guest)
     epoch = "epoch"  # the engine starts again
     # the engine
     ready = "ready"  # the model is loaded

@@ -95,6 +95,12 @@ def log_line(request: Request, now: float) -> str:
         line += f" choices={request.choices}"
     if request.served_by >= 0:
         line += f" slot={request.served_by}"
+    if request.inside:
+        line += " lane=guest"
+    if request.own_wait_s:
+        line += f" wait_own_ms={1_000 * request.own_wait_s:.0f}"
+    if request.mem_wait_s:
+        line += f" wait_mem_ms={1_000 * request.mem_wait_s:.0f}"
     if request.param:
         line += f" param={request.param}"
     if request.outcome == "abandoned":

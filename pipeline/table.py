@@ -108,14 +108,94 @@ def bad_schema(request: Request, _facts: Facts) -> bool:
     return request.code in SCHEMA
 
 
+def never_fits(request: Request, facts: Facts) -> bool:
+    """A prompt's workspace does not fit in this machine's memory, even with every cache given back."""
+    return request.code not in SCHEMA and 0 < facts.most_rows < max(request.prompt_tokens, request.longest)
+
+
+def fits_peak(_request: Request, facts: Facts) -> bool:
+    """Memory is under its ceiling, and the prefill's workspace fits under the peak."""
+    return facts.gate == "fits"
+
+
+def level_helps(_request: Request, facts: Facts) -> bool:
+    """What can be given back is enough."""
+    return facts.gate == "give_back"
+
+
+def not_collected(_request: Request, facts: Facts) -> bool:
+    """It is not, and nothing was collected yet."""
+    return facts.gate == "collect"
+
+
+def fits_reserve(_request: Request, facts: Facts) -> bool:
+    """The workspace fits in what the allocator holds free."""
+    return facts.gate == "fits_reserve"
+
+
+def others_running(_request: Request, facts: Facts) -> bool:
+    """Others run, and their ends will give memory back."""
+    return facts.gate == "wait"
+
+
 def has_slot(_request: Request, facts: Facts) -> bool:
-    """The engine is ready, and a slot it fits in is free that nobody in front is to have."""
-    return facts.engine is EngineState.ready and facts.slot >= 0
+    """The engine is ready, and slot 0 is free, that nobody in front is to have."""
+    return facts.engine is EngineState.ready and facts.slot == 0
+
+
+def has_side_slot(_request: Request, facts: Facts) -> bool:
+    """Slot 0 is busy, and a side slot it fits in is free that nobody in front is to have."""
+    return facts.engine is EngineState.ready and facts.slot > 0 and facts.why == "busy"
+
+
+def gave_up(_request: Request, facts: Facts) -> bool:
+    """It goes on with a held conversation, waited for slot 0 as long as it may, and a side slot is free."""
+    return facts.engine is EngineState.ready and facts.slot > 0 and facts.why == "gave_up"
+
+
+def guest_aside(_request: Request, facts: Facts) -> bool:
+    """It is short, slot 0 holds another's long conversation, and a side slot is free."""
+    return facts.engine is EngineState.ready and facts.slot > 0 and facts.why == "guest"
+
+
+def engine_away(_request: Request, facts: Facts) -> bool:
+    """The engine takes no runs."""
+    return facts.engine is not EngineState.ready
+
+
+def memory_holds(_request: Request, facts: Facts) -> bool:
+    """A slot is free, memory beside the others is not."""
+    return facts.why == "memory"
+
+
+def slot0_holds(_request: Request, facts: Facts) -> bool:
+    """A side slot is free, but it goes on with a conversation that is held for slot 0."""
+    return facts.why == "slot0"
+
+
+def own_holds(_request: Request, facts: Facts) -> bool:
+    """Slot 0 is free but for work of the engine's own."""
+    return facts.why == "own"
+
+
+def lane_open(_request: Request, facts: Facts) -> bool:
+    """The run of slot 0 may serve it inside itself at its next safe point (rows K1, K2)."""
+    return facts.lane_open
 
 
 def line_due(request: Request, facts: Facts) -> bool:
     """A status line is due on an open-ended stream, and the engine advances (or is starting)."""
     return request.stream and facts.advancing and facts.now >= due(request.line_at)
+
+
+def headers_due(request: Request, facts: Facts) -> bool:
+    """A whole answer is old enough for its headers to leave before it is there, and the engine advances."""
+    return not request.stream and not request.opened and facts.advancing and facts.now >= due(request.beat_at)
+
+
+def beat_due(request: Request, facts: Facts) -> bool:
+    """Its client is due a sign of life, and the engine advances (or is starting)."""
+    return (request.stream or request.opened) and facts.advancing and facts.now >= due(request.beat_at)
 
 
 def in_call(request: Request, _facts: Facts) -> bool:
@@ -126,6 +206,11 @@ def in_call(request: Request, _facts: Facts) -> bool:
 def has_calls(request: Request, _facts: Facts) -> bool:
     """There are calls, and each of them is whole."""
     return request.closed_calls > 0 and request.opened_calls == request.closed_calls and not request.open_call
+
+
+def outgrown(request: Request, _facts: Facts) -> bool:
+    """A recognised side request reached the lane's cap, which is not its own limit."""
+    return request.lane == "side" and request.end_reason == "length" and request.completion_tokens < request.max_tokens
 
 
 def at_limit(request: Request, _facts: Facts) -> bool:
@@ -139,6 +224,16 @@ def at_limit(request: Request, _facts: Facts) -> bool:
 def more_choices(slot: Slot, _facts: Facts) -> bool:
     """Its request is live and has a choice left to write."""
     return slot.more
+
+
+def let_go_seen(slot: Slot, _facts: Facts) -> bool:
+    """Its request ended while the guest was inside."""
+    return slot.let_go
+
+
+def nothing_kept(slot: Slot, _facts: Facts) -> bool:
+    """It is a side slot, and the engine did not park what its run left."""
+    return slot.id > 0 and slot.kept == 0
 
 
 def not_started(slot: Slot, _facts: Facts) -> bool:
@@ -161,7 +256,9 @@ def too_soon(_engine: Engine, facts: Facts) -> bool:
 R, T = RequestState, Trigger
 BEFORE_SLOT = (R.received, R.validated, R.image_fetched, R.queued)
 RUNNING = (R.prefilling, R.decoding)
-LIVE = (*BEFORE_SLOT, R.admitted, *RUNNING)
+LIVE = (*BEFORE_SLOT, R.admitted, *RUNNING, R.guest)
+WRITING = (R.decoding, R.guest)
+TOLD = (R.queued, R.admitted, R.guest)
 
 
 def _row(name: str, sources: Any, trigger: Trigger, guard: Guard | None, dest: Any, says: str) -> Row:
@@ -186,30 +283,58 @@ ROWS: tuple[Row, ...] = (
     _row("fetched", R.validated, T.fetch, None, R.image_fetched, "images are here"),
     _row("no_token", R.image_fetched, T.enqueue, no_token, R.finished, "400: no prompt"),
     _row("over_window", R.image_fetched, T.enqueue, over_window, R.finished, "400: longer than the window"),
+    _row("never_fits", R.image_fetched, T.enqueue, never_fits, R.finished, "400: its workspace fits in no memory here"),
     _row("bad_schema", R.image_fetched, T.enqueue, bad_schema, R.finished, "400, names the keyword and its path"),
     _row("queue_filled", R.image_fetched, T.enqueue, queue_full, R.finished, "503: the queue filled meanwhile"),
     _row("queued", R.image_fetched, T.enqueue, None, R.queued, "queued"),
-    _row("admitted", R.queued, T.offer, has_slot, R.admitted, "has a slot"),
-    _row("must_wait", R.queued, T.offer, None, None, "waits for a slot"),
-    _row("waiting_line", (R.queued, R.admitted), T.tick, line_due, None, ": waiting, position p, w s so far"),
-    _row("waits_silently", (R.queued, R.admitted), T.tick, None, None, "no line while the engine stands still"),
-    _row("fits", R.admitted, T.gate, None, R.prefilling, "fits in memory"),
+    _row("admitted", R.queued, T.offer, has_slot, R.admitted, "slot 0 is free"),
+    _row("admitted_aside", R.queued, T.offer, has_side_slot, R.admitted, "a side slot: slot 0 is busy"),
+    _row("admitted_gave_up", R.queued, T.offer, gave_up, R.admitted, "a side slot: slot 0 stayed busy too long for it"),
+    _row(
+        "admitted_guest_aside", R.queued, T.offer, guest_aside, R.admitted, "a side slot: slot 0 keeps its conversation"
+    ),
+    _row("offered_to_lane", R.queued, T.offer, lane_open, None, "offered to the run of slot 0 as a guest"),
+    _row("waits_engine", R.queued, T.offer, engine_away, None, "waits for the engine to be there"),
+    _row("waits_memory", R.queued, T.offer, memory_holds, None, "waits for memory"),
+    _row("waits_slot0", R.queued, T.offer, slot0_holds, None, "waits for slot 0, which its conversation goes on in"),
+    _row("waits_own", R.queued, T.offer, own_holds, None, "waits for the server's own work"),
+    _row("must_wait", R.queued, T.offer, None, None, "waits for a slot: all are busy"),
+    _row("lane_declined", R.queued, T.declined, None, None, "no guest now: no holder, late, memory; offered again"),
+    _row("guest_started", R.queued, T.guest_started, None, R.guest, "inside the run of slot 0"),
+    _row("waiting_line", TOLD, T.tick, line_due, None, ": waiting, position p, about e s, w s so far"),
+    _row("headers_due", RUNNING, T.tick, headers_due, None, "a request without a stream: 200 and a blank"),
+    _row("beat_due", (*TOLD, *RUNNING), T.tick, beat_due, None, "an empty-delta chunk, or one more blank"),
+    _row("not_due", RUNNING, T.tick, None, None, "no sign of life while the engine stands still"),
+    _row("waits_silently", TOLD, T.tick, None, None, "no line while the engine stands still"),
+    _row("unfit_after_all", R.admitted, T.gate, never_fits, R.finished, "400: it queued while the engine was starting"),
+    _row("fits", R.admitted, T.gate, fits_peak, R.prefilling, "fits in memory"),
+    _row("level_given", R.admitted, T.gate, level_helps, None, "level n gives back b bytes, no more than needed"),
+    _row("collects", R.admitted, T.gate, not_collected, None, "collects what nobody uses and empties the allocator"),
+    _row("fits_reserve", R.admitted, T.gate, fits_reserve, R.prefilling, "fits in the allocator's own reserve"),
+    _row("waits_for_memory", R.admitted, T.gate, others_running, R.queued, "waits until a run has ended"),
+    _row("refused_memory", R.admitted, T.gate, None, R.finished, "503: too little memory, though nothing else runs"),
     _row("prefill_line", R.prefilling, T.chunk, line_due, None, ": prefill done/total"),
     _row("chunk_done", R.prefilling, T.chunk, None, None, "a prefill step is done"),
     _row("answering", R.prefilling, T.first_token, None, R.decoding, "answering"),
-    _row("reasoning_closed", R.decoding, T.closed, None, None, "the thinking is over: model, budget, reserve, stall"),
-    _row("call_opened", R.decoding, T.call, in_call, None, "a call begins"),
-    _row("call_closed", R.decoding, T.call, None, None, "the call is whole"),
+    _row("lent", RUNNING, T.lend, None, None, "a guest is inside its run"),
+    _row("back_from_guest", RUNNING, T.returned, None, None, "the guest is over, its run goes on"),
+    _row("reasoning_closed", WRITING, T.closed, None, None, "the thinking is over: model, budget, reserve, stall"),
+    _row("call_opened", WRITING, T.call, in_call, None, "a call begins"),
+    _row("call_closed", WRITING, T.call, None, None, "the call is whole"),
     _row("choice_ended", R.decoding, T.choice_end, None, None, "choice i of n ended: its own finish; the next starts"),
     _row("called", R.decoding, T.end, has_calls, R.finished, "tool_calls"),
     _row("at_limit", R.decoding, T.end, at_limit, R.finished, "length"),
     _row("stopped", R.decoding, T.end, None, R.finished, "stop"),
+    _row("outgrown", R.guest, T.end, outgrown, R.queued, "the lane's cap came first: nothing was sent, waits again"),
+    _row("guest_called", R.guest, T.end, has_calls, R.finished, "tool_calls"),
+    _row("guest_at_limit", R.guest, T.end, at_limit, R.finished, "length"),
+    _row("guest_stopped", R.guest, T.end, None, R.finished, "stop"),
     _row("waited_out", BEFORE_SLOT, T.deadline, None, R.finished, "429: no slot in time"),
-    _row("ran_out", (R.admitted, *RUNNING), T.deadline, None, R.finished, "timeout: what was written stands"),
+    _row("ran_out", (R.admitted, *RUNNING, R.guest), T.deadline, None, R.finished, "timeout: what was written stands"),
     _row("engine_failed", BEFORE_SLOT, T.engine_lost, engine_failed, R.finished, "503: the engine failed"),
     _row("keeps_place", BEFORE_SLOT, T.engine_lost, None, None, "the model starts again, the place is kept"),
     _row("requeued", R.admitted, T.engine_lost, None, R.queued, "nothing had run, the place is kept"),
-    _row("engine_lost", RUNNING, T.engine_lost, None, R.finished, "503 or error: the engine was lost; never run again"),
+    _row("engine_lost", (*RUNNING, R.guest), T.engine_lost, None, R.finished, "503 or error; never run again"),
     _row("faulted", LIVE, T.fault, None, R.finished, "500: ours"),
     _row("shut_down", LIVE, T.shutdown, None, R.finished, "503 or error: the drain's time is over"),
     _row("hung_up", LIVE, T.hang_up, None, R.abandoned, "abandoned, never an error"),
@@ -224,10 +349,15 @@ SLOT_ROWS: tuple[Row, ...] = (
     _row("given_back", S.busy, T.let_go, not_started, S.free, "nothing was started"),
     _row("let_go", S.busy, T.let_go, None, S.ending, "its request is over, the engine not yet"),
     _row("next_choice", S.busy, T.ended, more_choices, None, "choice i + 1 starts"),
-    _row("run_ended", S.busy, T.ended, None, S.free, "the run ended, rows kept"),
-    _row("wound_down", S.ending, T.ended, None, S.free, "the engine let go, rows kept"),
+    _row("rows_lost", (S.busy, S.ending), T.ended, nothing_kept, S.free, "a side slot's run ended; its rows are lost"),
+    _row("run_ended", S.busy, T.ended, None, S.free, "the run ended; its rows are kept, a side slot's parked"),
+    _row("wound_down", S.ending, T.ended, None, S.free, "the engine let go; rows kept as above"),
     _row("run_declined", (S.busy, S.ending), T.declined, None, S.free, "the engine refused the run"),
-    _row("new_epoch", (S.free, S.busy, S.ending), T.epoch, None, S.free, "the engine starts again"),
+    _row("lent", (S.busy, S.ending), T.lend, None, S.lent, "a guest is inside its run"),
+    _row("lets_go_later", S.lent, T.let_go, None, None, "its request is over, its run ends after the guest"),
+    _row("ends_after_guest", S.lent, T.returned, let_go_seen, S.ending, "the guest ended, its request is over"),
+    _row("returned", S.lent, T.returned, None, S.busy, "the guest ended"),
+    _row("new_epoch", (S.free, S.busy, S.ending, S.lent), T.epoch, None, S.free, "the engine starts again"),
 )
 
 # -- the engine's table ------------------------------------------------------------------------------------------------
@@ -261,9 +391,14 @@ def drawing() -> str:
     out = [line]
     for row in ROWS:
         for source in row.sources:
-            if row.dest in middle and middle[row.dest] < middle[source]:
+            if row.dest in middle and source in middle and middle[row.dest] < middle[source]:
                 arrow = "↑" + "─" * (middle[source] - middle[row.dest] - 1) + "┘"
                 out.append(" " * middle[row.dest] + arrow + f" {row.trigger.value}")
+    for state in LIVE:
+        if state not in main:
+            source = next(other for other in main if _leads(other, state))
+            again = f", or {source.value} again" if _leads(state, source) else ""
+            out.append(f"{source.value} → {state.value} → finished{again}")
     if all(_leads(state, R.finished) and _leads(state, R.abandoned) for state in LIVE):
         out.append("every live state → finished (refused, timed out, error) and → abandoned (its client left)")
     return "\n".join(out)

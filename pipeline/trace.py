@@ -24,6 +24,7 @@ from pipeline.events import Event
 from pipeline.journal import Step
 from pipeline.request import Memory
 from pipeline.settings import Policy
+from stages.wait import Ended
 
 VERSION = 1
 BACKLOG = 100_000
@@ -35,7 +36,8 @@ log = logging.getLogger("tandem")
 
 
 class Header(msgspec.Struct, kw_only=True):
-    """The first line. ``recorded_by`` names the script that records it again; ``history`` is the estimator's.
+    """The first line. ``recorded_by`` names the script that records it again; ``history`` is the estimator's at the
+    start, as ends in order: counts and times, a snapshot has its own.
 
     ``salt``: the hashes' in hex, at level full alone.
     """
@@ -51,7 +53,7 @@ class Header(msgspec.Struct, kw_only=True):
     policy: Policy
     settings: dict[str, Any] = {}
     capabilities: dict[str, Any] = {}
-    history: list[Any] = []
+    history: list[Ended] = []
     salt: str = ""
     snapshot: Memory | None = None
 
@@ -117,7 +119,7 @@ class Recorder:
         copy = msgspec.json.decode(_encoder.encode(memory), type=Memory)
         self._size = 0
         self._number += 1
-        self._put(Line(header=msgspec.structs.replace(self.header, number=self._number, snapshot=copy)))
+        self._put(Line(header=msgspec.structs.replace(self.header, number=self._number, snapshot=copy, history=[])))
 
     def close(self) -> None:
         """Write what is left, and how much is not: for at most ``LAST_S`` seconds."""

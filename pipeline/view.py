@@ -9,12 +9,13 @@ import msgspec
 from pipeline.request import Memory, Request
 from pipeline.states import RequestState
 from pipeline.summary import rate
+from stages.wait import OWN_OTHER, OWN_WORK
 
 if TYPE_CHECKING:
     from pipeline.runner import Runner
 
 WAITS = (RequestState.queued,)
-RUNS = (RequestState.admitted, RequestState.prefilling, RequestState.decoding)
+RUNS = (RequestState.admitted, RequestState.prefilling, RequestState.decoding, RequestState.guest)
 
 
 def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]:
@@ -50,7 +51,12 @@ def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]
         "max_tokens": request.max_tokens,
         "position": position,
         "slot": request.served_by,
+        "lane": request.lane,
+        "inside": request.inside,
+        "outgrown": request.outgrown,
         "line": request.line,
+        "waits": waits(request, memory),
+        "wait_own_ms": 1_000 * request.own_wait_s + span(request.own_since, None),
         "tokens_s": rate(request),
         "history": request.history,
         "outcome": request.outcome,
@@ -58,7 +64,23 @@ def request_view(request: Request, memory: Memory, now: float) -> dict[str, Any]
         "prompt_ms": span(request.prefill_at, request.first_token_at),
         "decode_ms": span(request.first_token_at, None),
         "total_ms": 1_000 * (end - request.received_at),
+        "wait_mem_ms": 1_000 * request.mem_wait_s + span(request.mem_since, None),
     }
+
+
+def waits(request: Request, memory: Memory) -> str:
+    """Why a request waits, as a person reads it (row L4); "" for one that does not."""
+    if request.state not in WAITS:
+        return ""
+    slots = len(memory.slots)
+    work = memory.engine.own_work
+    words = {
+        "memory": "not enough memory beside those that run",
+        "slot0": "slot 0 is busy, and keeps its conversation",
+        "own": OWN_WORK.get(work[-1], OWN_OTHER) if work else OWN_OTHER,
+        "engine": "the engine is not ready",
+    }
+    return f"Queued: {words.get(request.why, f'all {slots} slots are busy' if slots > 1 else 'the slot is busy')}"
 
 
 def counts(memory: Memory) -> dict[str, int]:
@@ -86,13 +108,51 @@ def cache(memory: Memory) -> dict[str, Any]:
     }
 
 
-def parallel(memory: Memory) -> dict[str, int]:
-    """Requests that run beside one another: now, the most so far, and how many rounds of answers shared their step."""
+def memory_gate(memory: Memory) -> dict[str, Any]:
+    """Memory by the engine's last reading and its bounds, in bytes, and what the gate decided last (rows J1 to J3)."""
+    engine = memory.engine
+    return {
+        "allocated": engine.allocated,
+        "reserved": engine.reserved,
+        "free": engine.free,
+        "peak": engine.peak,
+        "ceiling": engine.ceiling,
+        "peak_limit": engine.peak_limit,
+        "slack": engine.slack,
+        "levels": dict(engine.levels),
+        "decision": msgspec.to_builtins(memory.decision),
+        "refused": memory.memory_refused,
+        "last_refused": msgspec.to_builtins(memory.last_refused),
+    }
+
+
+def lane(memory: Memory) -> dict[str, Any]:
+    """The side lane since the start (section K): what came of its offers, and who is inside now, -1: nobody.
+
+    ``copied_rows`` and ``copied_bytes`` are those of the last guest; ``bytes_a_row`` gives the copy of any length.
+    """
+    guest, counted = memory.guest, memory.lane
+    inside = guest.request if guest is not None and guest.begun_at is not None else -1
+    a_row = counted.copied_bytes / counted.copied_rows if counted.copied_rows else 0.0
+    return {"guest": inside, **msgspec.to_builtins(counted), "bytes_a_row": a_row}
+
+
+def parallel(memory: Memory) -> dict[str, Any]:
+    """Requests in slots: now, the most so far and why not more (row M8). Guests have none.
+
+    ``max_running_reason``: what one more waited for (slots, memory, slot0, own), or ``arrivals``: there was none.
+    ``spill_waits`` waited for slot 0 as the park or the disk holds their conversation; ``slot0_gave_up`` of those that
+    waited took a side slot. ``overlap_rounds`` were written while another answer was, ``joint_rounds`` in one step.
+    """
     return {
         "slots": len(memory.slots),
-        "running": counts(memory)["running"],
+        "running": sum(request.slot >= 0 for request in memory.requests.values()),
         "max_running": memory.max_running,
+        "max_running_reason": memory.max_running_why,
+        "spill_waits": memory.spill_waits,
+        "slot0_gave_up": memory.slot0_gave_up,
         "joint_rounds": memory.joint_rounds,
+        "overlap_rounds": memory.overlap_rounds,
     }
 
 
@@ -140,6 +200,8 @@ def view(runner: Runner) -> dict[str, Any]:
         ],
         "parallel": parallel(memory),
         "cache": cache(memory),
+        "lane": lane(memory),
+        "memory": memory_gate(memory),
         "queue": list(memory.queue),
         "requests": [request_view(r, memory, now) for r in memory.requests.values()],
         "recent": [request_view(r, memory, now) for r in memory.recent],

@@ -1,8 +1,8 @@
 """The one field table: what the server does with every field a client may send.
 
 ``honoured``: read and acted on. ``accepted``: without effect by its own definition (row A2). ``refused``: never served
-(A3). ``later``: of the design, not built yet; until then a value that asks for nothing passes and any other is refused,
-so that no wish is dropped in silence. A field that is not here is unknown and passes (A5).
+(A3): a value that asks for nothing passes, any other is refused, so that no wish is dropped in silence. A field that is
+not here is unknown and passes (A5).
 
 Dotted names are fields of objects. A template's own variables pass to it (``chat_template_kwargs``), but for the names
 that the server itself gives a template: with those a client would write the prompt.
@@ -34,11 +34,6 @@ ACCEPTED = Answer("accepted", "A2")
 REFUSED = Answer("refused", "A3")
 USE_TOOLS = Answer("refused", "A3", hint="use tools")
 
-
-def _later(row: str, *neutral: object) -> Answer:
-    return Answer("later", row, neutral)
-
-
 THINKING: dict[str, Answer] = {path: Answer("honoured", row) for path, row in ROWS.items()}
 """The thinking shapes. ``stages.thinking`` reads them all into one wish."""
 
@@ -56,7 +51,7 @@ COMMON: dict[str, Answer] = {
     "stream_options.include_usage": HONOURED,
     "stream_options.include_obfuscation": ACCEPTED,
     "stream_options.continuous_usage_stats": Answer("accepted", "A10"),
-    "stream_options.include_progress": _later("L8", False),
+    "stream_options.include_progress": Answer("honoured", "L8"),
     "max_tokens": HONOURED,
     "max_completion_tokens": HONOURED,
     "stop": HONOURED,
@@ -127,7 +122,7 @@ def refused_field(request: Request) -> Refusal | None:
     """The first field that asks for what is not served (``unsupported_parameter``)."""
     fields = FIELDS["chat" if isinstance(request, ChatRequest) else "completions"]
     for path, answer in fields.items():
-        if answer.kind in ("refused", "later") and _asks(request, path, answer):
+        if answer.kind == "refused" and _asks(request, path, answer):
             return _refusal(path, answer)
     return _reserved(request)
 
@@ -156,9 +151,8 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def _refusal(path: str, answer: Answer) -> Refusal:
-    state = "is not supported yet by this server" if answer.kind == "later" else "is not supported"
     advice = answer.hint or "leave it out"
-    return refuse("unsupported_parameter", path, f"{path} {state}: {advice}.")
+    return refuse("unsupported_parameter", path, f"{path} is not supported: {advice}.")
 
 
 def _reserved(request: Request) -> Refusal | None:

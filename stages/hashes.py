@@ -25,3 +25,13 @@ def hashes(tokens: list[int], salt: bytes) -> list[bytes]:
         before = blake2b(before + block, digest_size=SIZE, key=salt).digest()
         chain.append(before)
     return chain
+
+
+def through(tokens: list[int], rows: int, chain: list[bytes], salt: bytes) -> bytes:
+    """One hash for the first ``rows`` tokens, whose whole blocks are hashed in ``chain``; b"" for none."""
+    if not rows:
+        return b""
+    whole = rows // BLOCK
+    rest = tokens[whole * BLOCK : rows]
+    before = chain[whole - 1] if whole else b""
+    return blake2b(before + pack(f"<{len(rest)}I", *rest), digest_size=SIZE, key=salt).digest()

@@ -21,6 +21,7 @@ from stages.offer import offered as offered  # with the other readers of a reque
 from stages.offer import parallel as parallel
 from stages.refusal import Refusal
 from stages.schema import ChatRequest, Request, parse, shape
+from stages.side_lane import quiet
 from stages.thinking import TOP, Thinking, boolean, read
 from stages.validate import FORMATS, unknown_model, validate
 from stages.validate import Rules as Rules  # who calls judge needs it too
@@ -37,7 +38,8 @@ OUTPUTS = ("json", "json_object", "regex", "choice")
 class Judged(msgspec.Struct, frozen=True):
     """The verdict, one of ``request`` and ``refusal``, and the facts the runner posts. ``max_tokens`` 0: not asked.
 
-    ``thinking``: what the request and the server's defaults say of it (section C). ``client``: who asks, and for what.
+    ``thinking``: what the request, the server's defaults and a plan say of it (section C). ``client``: who asks, and
+    for what.
     """
 
     request: Request | None = None
@@ -46,6 +48,7 @@ class Judged(msgspec.Struct, frozen=True):
     messages: int = 0
     max_tokens: int = 0
     include_usage: bool | None = None
+    progress: bool = False
     stops: list[str] = []
     choices: int = 1
     thinking: Thinking = Thinking()
@@ -84,7 +87,8 @@ def judge(route: str, body: bytes, rules: Rules, headers: Mapping[str, str] | No
     unbound = bound if isinstance(bound, Refusal) else None
     refusal = validate(request, rules) or malformed or refused_field(request) or unbound
     client = kind(fields, headers or {})
-    return _judged(request, refusal, Thinking() if isinstance(thinking, Refusal) else thinking, client)
+    wished = Thinking() if isinstance(thinking, Refusal) else quiet(thinking, client, rules.plan, request.think)
+    return _judged(request, refusal, wished, client)
 
 
 def sampling(request: Request, seed: int) -> Sampling:
@@ -182,6 +186,7 @@ def _judged(request: Request, refusal: Refusal | None, thinking: Thinking, clien
         messages=len(request.messages) if isinstance(request, ChatRequest) else 0,
         max_tokens=0 if refusal else max_tokens(request),
         include_usage=options.include_usage if options else None,
+        progress=bool(options and options.include_progress),
         stops=[] if refusal else stops(request),
         choices=1 if refusal else choices(request),
         thinking=thinking,

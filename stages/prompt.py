@@ -21,7 +21,7 @@ What this file knows: what of a request goes into its prompt, and whether the pr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,8 +32,8 @@ from stages.conversation import Entry, entries, shown, told
 from stages.judge import ending
 from stages.offer import offered
 from stages.refusal import Refusal, refuse
-from stages.schema import ChatRequest, CompletionRequest, Request
-from stages.template import MARK, Template, Unrendered
+from stages.schema import ChatRequest, CompletionRequest, Message, Request
+from stages.template import MARK, PROBE, Template, Unrendered
 from stages.thinking import TOP, Thinking, effort
 from stages.validate import foreign_id, prompt_name, prompts_of
 
@@ -43,15 +43,25 @@ OPEN, CLOSE = "<think>", "</think>"
 UNSAID = Thinking()
 
 
+class Beginning(msgspec.Struct, frozen=True):
+    """Rows of a prompt through its system prompt and tools, and through its first user message; 0: nobody knows."""
+
+    head: int = 0
+    opening: int = 0
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """Token ids, at least one. ``state`` of the thinking at their end: as ``engine/protocol.py: Thinking`` has it.
 
-    ``hashes``: of its whole blocks, where they were asked for (``stages/hashes.py``).
+    ``hashes``: of its whole blocks, where they were asked for (``stages/hashes.py``). So are ``beginning`` and
+    ``first``, the hash of its rows through the first user message.
     """
 
     tokens: list[int]
     state: str
     hashes: list[bytes] = []
+    beginning: Beginning = Beginning()
+    first: bytes = b""
 
 
 class _Text(msgspec.Struct, frozen=True):
@@ -97,6 +107,31 @@ class Renderer:
         if isinstance(made, Refusal) or made.tokens:
             return made
         return refuse("invalid_value", field, f"{field} renders to no token.")
+
+    def beginning(self, request: Request, tokens: list[int], wall: float, thinking: Thinking = UNSAID) -> Beginning:
+        """Where the beginnings of its prompt ``tokens`` end: found by rendering them alone, so to within a few rows."""
+        if not isinstance(request, ChatRequest):
+            return Beginning()
+        at = next((index for index, message in enumerate(request.messages) if message.role == "user"), -1)
+        if at < 0:
+            return Beginning()
+        before, first = request.messages[:at], request.messages[at]
+        probe = msgspec.structs.replace(first, content=PROBE)
+        head, opening = (self._leading(request, [*before, last], tokens, wall, thinking) for last in (probe, first))
+        return Beginning(min(head, opening), opening)
+
+    def _leading(
+        self, request: ChatRequest, messages: list[Message], tokens: list[int], wall: float, thinking: Thinking
+    ) -> int:
+        """How many of ``tokens`` a prompt of these messages alone begins with."""
+        can, tools = self._template.can, self._guard(offered(request) or [])
+        rendered = self._template.run(
+            told(self._guard(entries(messages)), tools, can), header=False, wall=wall, tools=shown(tools, can),
+            extra=self._guard(variables(request, thinking)),
+        )  # fmt: skip
+        if isinstance(rendered, Unrendered):
+            return 0
+        return common(tokens, self._begun(self._encode(rendered.split(MARK))))
 
     def _mute(self, request: Request) -> Refusal | None:
         """A refusal where ``min_tokens`` forbids every token there is."""
@@ -207,12 +242,12 @@ def state_of(text: str, thinking: Thinking) -> str:
     return "off" if thinking.on is False else "may"
 
 
-def common(text: str, other: str) -> int:
-    """How many characters two texts share from their start."""
-    low, high = 0, min(len(text), len(other))
+def common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many characters, or tokens, both begin with."""
+    low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
 
 

@@ -10,10 +10,12 @@ import msgspec
 from engine.protocol import Grammar, Sampling
 from engine.protocol import Thinking as Bounds
 from stages import judge, offer
+from stages.clients import Client
 from stages.constraint import Constraint, either, forced, wish
 from stages.judge import Ending, Rules
 from stages.refusal import Refusal
 from stages.schema import ChatRequest, Request
+from stages.side_lane import recognised
 from stages.text import Reading
 from stages.thinking import Thinking
 
@@ -54,9 +56,15 @@ def constraint(request: Request) -> Constraint | Refusal | None:
 def run(
     request: Request, thinking: Thinking, state: str, grammar: Grammar | None, rules: Rules, seed: int, caller: Caller
 ) -> Run:
-    """The run of one prompt whose thinking is in ``state``; ``seed`` where the client sent none."""
+    """The run of one prompt whose thinking is in ``state``; ``seed`` where the client sent none.
+
+    Under a plan a recognised side request is written greedily (rows K3, C5).
+    """
+    sampling = judge.sampling(request, seed)
+    if rules.plan and recognised(Client(caller.kind, caller.side)):
+        sampling = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0)
     return Run(
-        sampling=judge.sampling(request, seed),
+        sampling=sampling,
         ending=judge.ending(request),
         thinking=judge.budget(request, thinking, rules, state),
         grammar=grammar,

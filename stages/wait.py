@@ -11,15 +11,33 @@ from collections.abc import Sequence
 
 import msgspec
 
+OWN_WORK = {
+    "disk write": "the server is writing its cache",
+    "park copy": "the server is putting a conversation aside",
+    "graph capture": "the server is recording its decode steps",
+    "warm-up": "the server is warming up",
+    "cache clear": "the server is clearing its cache",
+}
+"""What is told of the engine's own work (row L6), by its name."""
+OWN_OTHER = "the server is busy with work of its own"
+OWN_KEPT = 64
+"""Waits behind one kind of own work that are remembered."""
 
-def waiting_line(position: int, waited: float, loading: bool, estimate: float | None = None) -> str:
-    """Where it stands: ``position`` from 1, times in seconds. While the model loads nothing is estimated."""
+
+def waiting_line(
+    position: int, waited: float, loading: bool, estimate: float | None = None, *, memory: bool = False, own: str = ""
+) -> str:
+    """Where it stands: ``position`` from 1, times in seconds. While the model loads nothing is estimated.
+
+    ``memory``: it waits for memory, not for a slot (row L4). ``own``: work of the engine's own that runs (row L6).
+    """
+    place = f"waiting for memory, position {position}" if memory else f"waiting, position {position}"
     so_far = f"{rounded(waited)} s so far"
     if loading:
-        return f"waiting, position {position}, the model is loading, {so_far}"
-    if estimate is None:
-        return f"waiting, position {position}, {so_far}"
-    return f"waiting, position {position}, about {rounded(estimate)} s, {so_far}"
+        return f"{place}, the model is loading, {so_far}"
+    about = "" if estimate is None else f", about {rounded(estimate)} s"
+    why = f", {OWN_WORK.get(own, OWN_OTHER)}" if own else ""
+    return f"{place}{about}, {so_far}{why}"
 
 
 def prefill_line(done: int, total: int) -> str:
@@ -51,7 +69,7 @@ RECENT = 32
 """Ended requests the rates are taken from."""
 SURE = 8
 """Tokens or rows from which on a run's own rate says more than the recent one."""
-HOLDER = 50
+HOLDER = 40
 """The percentile of what ended requests wrote beyond the holder's count. Row L2 has 75; see ``docs/estimates.md``."""
 ALIKE = 32
 """Of those that ended, the ones with the nearest prompts are asked: so many."""
@@ -115,6 +133,23 @@ def remembered(history: History, end: Ended) -> History:
     return History({**history.kinds, end.kind: of_kind}, (*history.recent, end)[-RECENT:])
 
 
+def flat(history: History) -> list[Ended]:
+    """The ends of a history, so that ``folded`` makes it again: all but the recent by kind, then those."""
+    out: list[Ended] = []
+    for kind in sorted(history.kinds):
+        ended = history.kinds[kind]
+        out += ended[: len(ended) - sum(end.kind == kind for end in history.recent)]
+    return [*out, *history.recent]
+
+
+def folded(ends: Sequence[Ended]) -> History:
+    """A history of these ends, the oldest first."""
+    history = History()
+    for end in ends:
+        history = remembered(history, end)
+    return history
+
+
 def nearest_rank(values: Sequence[float], percent: float) -> float:
     """The percentile by nearest rank: the least value that so many percent of all are not above."""
     ordered = sorted(values)
@@ -153,6 +188,14 @@ def waiter_takes(waiter: Waiter, history: History, rates: Rates) -> float | None
     alike = _alike(ended, waiter.rows)
     tokens = sum(min(end.written, waiter.most) for end in alike) / len(alike)
     return waiter.rows / rates.prefill + tokens / rates.decode
+
+
+def own_left(waits: Sequence[float], waited: float) -> float | None:
+    """Seconds that the engine's own work still takes for one who waited behind it so long: the median of what was left
+    of real waits that were longer. None: there was none.
+    """
+    left = [wait - waited for wait in waits if wait > waited]
+    return nearest_rank(left, 50) if left else None
 
 
 def waits_left(

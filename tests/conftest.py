@@ -21,3 +21,12 @@ def data() -> Path:
     if not folder.is_dir():
         pytest.skip("no data folder: set TANDEM_DATA")
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a test recorded as its ``summary`` stands at the end of the run, whether it passed or not."""
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, value in report.user_properties:
+                if name == "summary":
+                    terminalreporter.write_line(str(value))

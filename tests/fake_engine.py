@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,6 +143,19 @@ class StateCache(FakeCache):
     def go_back(self, mark: Mark | None) -> None:
         self.state = [] if mark is None else mark.tensors["state"][: mark.rows].tolist()
         self.pending, self.noted, self.before = [], None, len(self.state)
+
+    def lend(self, rows: int) -> Loan:
+        assert self.noted is None, "a draft that nobody kept"
+        loan = Loan(rows, self.copy(0, rows), (list(self.state), list(self.pending), self.before, self.rows))
+        self.go_back(None)
+        self.rows = rows
+        return loan
+
+    def take_back(self, loan: Loan) -> None:
+        position: Any = loan.state
+        self.put(0, loan.tensors)
+        self.state, self.pending, self.before, self.rows = position
+        self.noted = None
 
 
 class StateModel(FakeModel):

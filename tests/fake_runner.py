@@ -109,7 +109,7 @@ class FakeRunner:
         return {
             "now": time.monotonic(), "uptime_s": 1.0, "engine": {"state": self.engine_state}, "slots": [], "queue": [],
             "requests": [], "recent": [], "counts": {"waiting": 0, "running": 0}, "settings": {}, "lag_ms": 0.0,
-            "cache": {}, "parallel": {}, **self.more,
+            "cache": {}, "parallel": {}, "memory": {}, "lane": {}, **self.more,
         }  # fmt: skip
 
     def now(self) -> float:

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -252,13 +253,13 @@ def crash(server: Server) -> None:
     server.idle()
 
 
-@scene("--failpoints", "die_at_load=1", "--retry-failed-s", "4")
+@scene("--failpoints", "die_at_load=1", "--retry-failed-s", "10")
 def crash_loop(server: Server) -> None:
     """Three failed starts: the queue ends, new ones are refused, one tries again."""
     server.chat("First")
     until(lambda: server.state()["engine"]["state"] == "failed")
     server.chat("Too soon")
-    time.sleep(4.2)
+    time.sleep(10.2)
     server.chat("Tries again")
     until(lambda: server.state()["engine"]["state"] == "failed")
 
@@ -310,6 +311,92 @@ def contract(server: Server) -> None:
     server.http.post("/v1/completions", json={"prompt": ["1, 2, 3,", "The sky is"], "max_tokens": 4})
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "string", "pattern": "("}}}
     server.chat("Hello!", response_format=form)
+    server.idle()
+
+
+@scene(
+    "--script", "fixtures/scripts/memory.json", "--parallel", "2", "--max-len", "1024", "--side-max-len", "1024",
+    "--parallel-floor-gb", "0",
+)  # fmt: skip
+def memory(server: Server) -> None:
+    """The gate: fits, gives back, collects, fits in the reserve, waits for memory, is refused, can never fit."""
+
+    def ask(rows: int) -> int:
+        return server.http.post("/v1/completions", json={"prompt": [9] * rows}).status_code
+
+    assert ask(200) == 400  # the engine is still starting
+    for rows in (8, 20, 40, 200):
+        ask(rows)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(ask, 8)
+        server.request_in("decoding")
+        assert pool.submit(ask, 50).result() == 503 and first.result() == 200
+    server.idle()
+
+
+@scene("--parallel", "2", "--prefix-chunk", "128", "--side-slot0-wait", "0.5",
+       "--parallel-floor-gb", "0", "--park-gb", "1")  # fmt: skip
+def side_slots(server: Server) -> None:
+    """Which slot and why: slot 0, a side slot, one that gave slot 0 up, a short guest of what slot 0 holds.
+
+    What the short ones left in the side slot is lost, what the long one left is parked.
+    """
+    server.ready()
+    said = asked(LONG * 4)["messages"]
+    answer = server.chat(messages=said, max_tokens=8, temperature=0).json()["choices"][0]["message"]["content"]
+    server.chat("What is 1+1?", max_tokens=4)
+    with held(server):
+        server.chat("Beside it", max_tokens=4)
+        more = [*said, {"role": "assistant", "content": answer}, {"role": "user", "content": "Go on."}]
+        server.chat(messages=more, max_tokens=4)
+    server.idle()
+
+
+@scene("--script", "fixtures/scripts/slots.json", "--parallel", "2",
+       "--parallel-floor-gb", "1000")  # fmt: skip
+def slots(server: Server) -> None:
+    """Waits for the engine, for its own work, for memory beside one that runs."""
+    first = Background(server)
+    server.ready()
+    server.request_in("decoding")
+    server.chat("Second")
+    first.join()
+    server.idle()
+
+
+TITLE = "### Task:\nGenerate a concise, 3-5 word title for the chat history.\n"
+"""What Open WebUI asks beside a chat."""
+
+
+@scene("--script", "fixtures/scripts/lane.json", "--failpoints", "decline_guest=2",
+       "--side-lane", "on", "--side-lane-side-tokens", "8")  # fmt: skip
+def lane(server: Server) -> None:
+    """Guests inside one long answer: at their limit, stopped, with a call, declined, outgrown, left by the holder."""
+    server.ready()
+    tool = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
+    with held(server):
+        server.chat("First", max_tokens=5)
+        server.chat("Second", max_tokens=30)
+        server.chat("Third", max_tokens=60, tools=[tool])
+        title = Background(server, text=TITLE)
+        seen(server, "outgrown")
+        last = Background(server, text="Last", max_tokens=60)
+        server.request_in("guest")
+    last.join()
+    title.join()
+    server.idle()
+
+
+@scene("--quiet-s", "1", "--give-up-s", "30", "--keepalive-chunk-s", "0.3", "--early-headers-s", "0.3")
+def signs(server: Server) -> None:
+    """Signs of life of a stream and of a whole answer, and none while the engine stands still."""
+    server.ready()
+    server.chat(LONG, max_tokens=400, ignore_eos=True)
+    with held(server) as stream:
+        server.kill_engine(signal.SIGSTOP)
+        seen(server, "not_due")
+        server.kill_engine(signal.SIGCONT)
+        stream.close()
     server.idle()
 
 

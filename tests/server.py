@@ -33,9 +33,10 @@ def until(what: Callable[[], Any], patience: float = PATIENCE_S) -> Any:
     raise TimeoutError(f"never true: {what}")
 
 
-CALM = {"TANDEM_THREADS": "1", "TANDEM_SAFE_ROWS": "128"}
+CALM = {"TANDEM_THREADS": "1", "TANDEM_SAFE_ROWS": "128", "TANDEM_SIDE_LANE": "off"}
 """A step of two threads is a hundred times slower while a neighbour holds a processor; one thread loses nothing. Steps
-of a given size need not be measured at every load."""
+of a given size need not be measured at every load. A short request behind a long one waits, unless a test is about the
+side lane (``--side-lane on``)."""
 
 
 class Server:

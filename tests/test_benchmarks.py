@@ -15,12 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from benchmarks import bench, busy, continued, copying, decode, rows, speed, together
-from benchmarks.bench import Mark, Place, Setting
+from benchmarks import bench, busy, continued, copying, decode, parallel, rows, side_lane, speed
+from benchmarks.bench import Answer, Mark, Place, Setting
 from engine.weights.embedded import embedded_model
+from pipeline.settings import Settings
 from tests.checkpoints import write_gguf
 
-SPANS = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=12).map(sorted).map(tuple), min_size=1, max_size=4)
+UNSURE = ("joint rounds", "served inside")
+"""Marks that come to nothing beside a script."""
+TEXTS = st.text(alphabet="ab", max_size=8)
 
 
 def setting(model: str = "", *flags: str, rounds: int = 1) -> Setting:
@@ -128,20 +131,113 @@ def test_the_fallback_and_the_peer_have_marks_of_their_own() -> None:
 # -- what is asked, and what came of it ------------------------------------------------------------------------------
 
 
-def test_rounds_that_could_be_joint() -> None:
-    """M10: those that came between another answer's first and last; an answer's own first is its prompt's."""
-    assert together.overlapping([(1.0, 2.0, 3.0)]) == 0
-    assert together.overlapping([(1.0, 2.0, 3.0), (4.0, 5.0, 6.0)]) == 0
-    assert together.overlapping([(0.0, 2.0, 4.0, 6.0), (1.0, 3.0, 5.0)]) == 4  # at 2 and 4, at 3 and 5
+@pytest.mark.parametrize(("overlap", "joint", "share"), [(40, 36, 0.9), (40, 0, 0.0), (0, 0, 1.0)])
+def test_rounds_that_could_be_joint(overlap: int, joint: int, share: float) -> None:
+    """M10: of the rounds since the measurement began; where none came beside another answer nothing is missing."""
+    before = parallel.Rounds(7, 5)
+    assert parallel.share(before, parallel.Rounds(7 + overlap, 5 + joint)) == share
 
 
-@given(SPANS)
-def test_rounds_that_could_be_joint_are_no_more_than_there_are(times: list[tuple[float, ...]]) -> None:
-    """M10: whatever the answers, in whatever order; one alone has none."""
-    count = together.overlapping(times)
-    assert 0 <= count <= sum(len(each) - 1 for each in times)
-    assert together.overlapping(times[::-1]) == count
-    assert together.overlapping(times[:1]) == 0
+def test_how_near_a_tie_was() -> None:
+    """M10: in nats, between the two likeliest tokens, in whatever order they are told."""
+    assert parallel.gap([{"logprob": -2.5}, {"logprob": -0.5}]) == 2.0
+    assert parallel.gap([{"logprob": 0.0}]) == float("inf")
+
+
+@given(TEXTS, TEXTS)
+def test_where_texts_part(one: str, other: str) -> None:
+    """M10, K4: nowhere when they are equal; else both have the same before it, and not the same there."""
+    tokens = [[parallel.Token(text, 0.0) for text in each] for each in (one, other)]
+    at = side_lane.first_difference(one, other)
+    assert parallel.parted(*tokens) == at
+    if at is None:
+        assert one == other
+    else:
+        assert one[:at] == other[:at] and one[at : at + 1] != other[at : at + 1]
+
+
+def test_each_text_that_parts_is_told() -> None:
+    """M10: with its token and gap; one is enough to miss the mark."""
+    one = setting()
+    found = {2: [parallel.Apart(3, 17, 0.0625)], 4: []}
+    assert [mark.held for mark in parallel.same(one, found, 8)] == [False, True]
+    assert "prompt 4" in shown(one) and "token 17" in shown(one) and "0.062 nats" in shown(one)
+
+
+# -- the side lane ---------------------------------------------------------------------------------------------------
+
+
+def turn(text: str, took_s: float, *guests: side_lane.Guest) -> side_lane.Turn:
+    answer = Answer(1.0, 2.0, 3, text, {}, 0.0, (1.0, 2.0, 3.0))
+    return side_lane.Turn(answer, 10.0, 10.0 + took_s, list(guests), dict.fromkeys(side_lane.LANE, 1))
+
+
+def guests(took_s: float, inside: int) -> list[side_lane.Guest]:
+    return [side_lane.Guest(n, "", 10.0 + n, 10.0 + n + took_s, "a", n < inside) for n in range(10)]
+
+
+def test_those_behind_the_long_one_are_not_judged() -> None:
+    """K7: nor the one that may not be served inside; when all came later, what they took is all there is."""
+    late = [one._replace(sent_s=30.0, done_s=30.5) for one in guests(0, 0)[3:]]
+    assert turn("a", 5.0, *guests(2.0, 0)[:3], *late).waits == [2.0] * 3
+    assert turn("a", 20.0, *guests(2.0, 9)).waits == [2.0] * 9
+    assert turn("a", 5.0, *late).waits == [0.5] * 6
+
+
+@given(st.sampled_from(side_lane.PACES), st.floats(0.1, 100))
+def test_when_the_short_ones_come(pace: str, alone_s: float) -> None:
+    """K7: within what the long one takes alone, in order."""
+    times = side_lane.arrivals(pace, alone_s)
+    assert len(times) == len(side_lane.SHORT) and times == sorted(times)
+    assert 0 < times[0] <= times[-1] < alone_s
+    assert (len(set(times)) == 1) == (pace == "once")
+
+
+def test_one_of_ten_is_over_the_lanes_limit() -> None:
+    """K7, K1: nine ask for at most 64 tokens, as the lane's limit is without a flag."""
+    limit = Settings().side_lane_tokens
+    assert [tokens <= limit for _, tokens in side_lane.SHORT] == [True] * side_lane.ELIGIBLE + [False]
+
+
+def test_served_inside_by_the_servers_word() -> None:
+    """K7, K8: one that outgrew the lane was a guest, and was not served inside."""
+    [one] = guests(1.0, 0)[:1]
+    record = {"inside": True, "outgrown": False, "slot": 0, "row": "guest_stopped"}
+    assert side_lane.known(one, {"": record}) == one._replace(inside=True, slot=0, row="guest_stopped")
+    assert not side_lane.known(one, {"": record | {"outgrown": True}}).inside
+
+
+@given(st.lists(st.floats(0, 50), min_size=1, max_size=30).map(sorted), st.integers(1, 20))
+def test_when_the_long_one_wrote(times: list[float], bins: int) -> None:
+    """K7: a cell for each span; a blank one had nothing, the fullest one is full."""
+    line = side_lane.drawn(tuple(times), bins)
+    assert len(line) == bins and line[0] != " " and side_lane.BARS[-1] in line
+    assert sum(cell != " " for cell in line) <= len(times)
+
+
+def test_what_the_lane_is_judged_by() -> None:
+    """K7, K4: all nine inside, soon, at little cost to the long one, and its text as alone in every round."""
+    rounds = {
+        side_lane.ALONE: [turn("abc", 10.0)] * 2,
+        side_lane.ON: [turn("abc", 11.0, *guests(0.5, 9))] * 2,
+        side_lane.DECODE: [turn("abc", 11.0, *guests(0.5, 9))] * 2,
+        side_lane.OFF: [turn("abc", 10.0, *guests(5.0, 0))] * 2,
+    }
+    assert all(mark.held for mark in side_lane.marks(rounds))
+    assert len(side_lane.marks(rounds, timed=False)) == 2
+    assert side_lane.table(rounds).row_count == 4
+    short = [guest._replace(text="b") if guest.number == 4 else guest for guest in guests(0.5, 8)]
+    rounds[side_lane.DECODE] = [turn("abc", 11.0, *guests(0.5, 9)), turn("abd", 11.0, *short)]
+    assert [mark.what for mark in side_lane.marks(rounds) if not mark.held] == [
+        "long texts as alone, of the rounds of each lane"
+    ]
+    one = setting()
+    side_lane.tell(one, side_lane.DECODE, rounds)
+    assert "round 2: the long text parts from its text alone at character 2" in shown(one)
+    assert "lane off: 5" in shown(one) and "number 9 " in shown(one) and "number 10 " in shown(one)
+
+
+# -- more of what is asked -------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 30))
@@ -185,22 +281,24 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("module", [decode, busy, continued, together, copying], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [decode, busy, continued, parallel, copying, side_lane], ids=lambda m: m.__name__)
 def test_it_runs(module: Any, scripted: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """N5: each measurement through HTTP, by a script's answers: it comes to a table, and its marks to figures."""
     settings = {
         decode: {"tokens": 6, "prompt": 20, "fallback": True},
         busy: {"tokens": 6, "count": 0},
         continued: {"prompt": 40},
-        together: {"tokens": 6, "drafts": False},
+        parallel: {"tokens": 6, "drafts": False, "prompts": 4},
         copying: {"tokens": 6},
+        side_lane: {"prompt": 40, "tokens": 6, "pace": "even"},
     }
     monkeypatch.setattr(module, "serving", lambda *_, **__: contextlib.nullcontext(scripted))
     monkeypatch.setattr(continued, "ANSWER", 6)
     one = setting(str(embedded_model()), "--scripted")
     table, marks = module.measure(one, **settings[module])
     assert table.row_count >= 2
-    assert all(len(mark.values) == one.rounds and mark.median > 0 for mark in marks if "joint" not in mark.what)
+    assert all(len(mark.values) == one.rounds for mark in marks)
+    assert all(mark.median > 0 for mark in marks if not any(word in mark.what for word in UNSURE))
 
 
 def test_all_of_them_together(monkeypatch: pytest.MonkeyPatch) -> None:

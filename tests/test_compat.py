@@ -70,9 +70,9 @@ def test_answers():
     """A1: four answers and no other, each with its row; only the last two have neutral values."""
     for fields in FIELDS.values():
         for answer in fields.values():
-            assert answer.kind in ("honoured", "accepted", "refused", "later")
+            assert answer.kind in ("honoured", "accepted", "refused")
             assert re.fullmatch(r"[A-L]\d*", answer.row)
-            assert not answer.neutral or answer.kind in ("refused", "later")
+            assert not answer.neutral or answer.kind == "refused"
 
 
 @pytest.mark.parametrize("route", ["chat", "completions"])
@@ -148,9 +148,8 @@ def test_false_is_not_zero():
 
 
 def test_include_progress():
-    """L8: progress chunks are not built yet: a wish is not dropped in silence. The other options pass (A10)."""
-    refusal = verdict(stream_options={"include_progress": True})
-    assert refusal.param == "stream_options.include_progress" and "is not supported yet" in refusal.text
+    """L8: progress chunks are served. The other options pass (A10)."""
+    assert verdict(stream_options={"include_progress": True}) is None
     assert verdict(stream_options={"include_progress": False}) is None
     for options in (None, {}, {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": 5}):
         assert verdict(stream_options=options) is None

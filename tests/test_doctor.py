@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from engine import doctor
 from engine.native.build import Native, cpu_flags, instructions
+from engine.weights.checkpoint import open_checkpoint
 from pipeline import __main__ as command
 from tests.checkpoints import write_gguf
 
@@ -48,3 +49,38 @@ def test_the_model_is_described_or_what_is_wrong_with_it(tmp_path: Path) -> None
     broken.write_bytes(b"GGUF")
     assert "broken" in report(broken)["model"] or "download" in report(broken)["model"]
     assert "--model" in report(None)["model"]
+
+
+def test_the_window_is_told_by_what_it_takes(tmp_path: Path) -> None:
+    """I8: the chosen window, half and double of it, before a weight is read; what cannot be served has none."""
+    path = write_gguf(tmp_path / "tiny.gguf", {"": "F16"})
+    native = open_checkpoint(path).config.window
+    asked = doctor.Asked(max_len=native // 2, parallel=2, side_max_len=8)
+    titles, *told = doctor.windows(path, asked)
+    assert [label for label, _ in told] == [str(native // 2), str(native // 4), str(native)]
+    assert titles[0] == "window" and all(words.endswith("fits") for _, words in told)
+    assert [label for label, _ in doctor.windows(path, doctor.Asked())][1:] == [
+        str(native), str(native // 2), str(2 * native)
+    ]  # fmt: skip
+    long = doctor.windows(path, doctor.Asked(max_len=native + 1))[1]
+    assert long[0] == str(native + 1) and long[1].endswith("longer than the model's window")
+    path.write_bytes(b"GGUF")
+    assert doctor.windows(path, doctor.Asked()) == []
+
+
+def test_the_window_is_told_under_the_ceiling_that_is_asked_for(tmp_path: Path) -> None:
+    """I8, J1: what would be cut or refused at a start is cut or refused here."""
+    path = write_gguf(tmp_path / "tiny.gguf", {"": "F16"})
+    native = open_checkpoint(path).config.window
+    told = doctor.windows(path, doctor.Asked(mem_ceiling=1))[1]
+    assert told[0] == str(native) and told[1].endswith("does not fit")
+
+
+def test_the_commands_flags_choose_the_window(tmp_path: Path) -> None:
+    """I8: as those of a start do."""
+    path = write_gguf(tmp_path / "tiny.gguf", {"": "F16"})
+    given = "--max-len 48 --parallel 2 --side-max-len 9 --mem-ceiling-gib 1000"
+    flags = ["--model", str(path), *given.split()]
+    result = CliRunner().invoke(command.main, ["doctor", *flags])
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.output.splitlines()][-4:] == ["window", "48", "24", "96"]

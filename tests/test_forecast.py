@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.scripted import Answer, Script
-from pipeline.forecast import ended, said, to_read
+from pipeline.forecast import ended, first_end, said, to_read
 from pipeline.request import Held, Request
 from pipeline.settings import Policy
-from stages.wait import Ended, History, Rates
+from stages.wait import Ended, History
 from tests.world import Plan, World
 
 BLOCKS = [bytes([n]) * 8 for n in range(40)]
@@ -44,8 +44,10 @@ def test_a_holder_and_its_line() -> None:
     for _ in range(3):
         world.arrive(Plan(prompt=10))
     world.run_until(5.0)
-    history = History({"plain": tuple(Ended("plain", n * 10, 1.0, 10) for n in range(1, 41))})
-    told = said(world.core.memory, Policy(), history, Rates(1_000.0, 10.0), lambda _: "plain", 5.0)
+    memory = world.core.memory
+    memory.history = History({"plain": tuple(Ended("plain", n * 10, 1.0, 10) for n in range(1, 41))})
+    memory.engine.prefill_rate, memory.engine.decode_rate = 1_000.0, 10.0
+    told = said(memory, Policy(), 5.0)
     (request,) = (r for r in world.core.memory.requests.values() if r.slot >= 0)
     assert request.completion_tokens in (48, 49, 50)
     assert told.next == told.waits[0]
@@ -53,6 +55,26 @@ def test_a_holder_and_its_line() -> None:
     assert len(told.waits) == 2
     assert told.last is not None
     assert told.last > (told.waits[1] or 0)
+    assert first_end(memory, 5.0) == told.next
+
+
+def test_a_side_slot_needs_its_margin() -> None:
+    """M2: a waiter counts on a side slot alone that its answer and the margin of a plan fit in."""
+    world = World(script_of(200), slots=2, side_max_len=300, side_margin=50)
+    for _ in range(3):
+        world.arrive(Plan(prompt=10, max_tokens=250))
+    world.run_until(5.0)
+    memory = world.core.memory
+    memory.history = History({"plain": tuple(Ended("plain", n * 10, 1.0, 10) for n in range(1, 41))})
+    memory.engine.prefill_rate, memory.engine.decode_rate = 1_000.0, 10.0
+    first, side = (memory.requests[slot.request] for slot in memory.slots)
+    first.completion_tokens = 0  # slot 0 is free last
+    told = []
+    for planned in (False, True):
+        memory.requests[3].planned = planned
+        told.append(said(memory, world.policy, 5.0).waits[0] or 0.0)
+    assert side.completion_tokens > 0
+    assert told[0] < told[1]
 
 
 def test_only_ends_of_its_own_are_remembered() -> None:
@@ -61,10 +83,33 @@ def test_only_ends_of_its_own_are_remembered() -> None:
     request.prompt_tokens, request.cached_tokens, request.completion_tokens = 300, 100, 50
     request.admitted_at, request.prefill_at, request.first_token_at, request.ended_at = 2.0, 2.5, 4.0, 9.0
     request.outcome, request.read_ms, request.write_ms = "stop", 1_400.0, 4_800.0
-    assert ended(request, "plain") == Ended("plain", 50, 7.0, 200, 1.4, 4.8)
+    assert ended(request) == Ended("plain", 50, 7.0, 200, 1.4, 4.8)
     for outcome in ("timeout", "abandoned", "internal_error"):
         request.outcome = outcome
-        assert ended(request, "plain") is None
+        assert ended(request) is None
+
+
+def test_kinds_are_apart_and_guests_are_nothing() -> None:
+    """L2, K6: an answer of a prompt whose thinking is on is of another kind; a guest's is no speed sample."""
+    request = Request(id=1, name="x", route="chat", seed=0, wall=0.0, received_at=0.0)
+    request.admitted_at, request.ended_at, request.outcome, request.thinks = 0.0, 1.0, "length", True
+    end = ended(request)
+    assert end is not None
+    assert end.kind == "thinking"
+    request.inside = True
+    assert ended(request) is None
+
+
+def test_an_end_is_remembered_by_the_core() -> None:
+    """L3: the history is the core's, fed by ends of their own alone."""
+    world = World(script_of(5))
+    for _ in range(3):
+        world.arrive()
+    world.hang_up(2)
+    world.run_until(30.0)
+    history = world.core.memory.history
+    assert [end.written for end in history.recent] == [5, 5]
+    assert history.kinds == {"plain": history.recent}
 
 
 def test_a_rate_is_of_its_own_steps() -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.failpoints import Failpoints
 from engine.load import Line
 from engine.models import fixed, graphs
 from engine.models.attention import paths
@@ -24,9 +26,10 @@ from engine.models.graphs import Graphs, Play, tried
 from engine.native import lib
 from engine.protocol import FromEngine, OwnWork
 from engine.weights.checkpoint import open_checkpoint
-from engine.worker import tell_of_graphs
+from engine.worker import Engine, tell_of_graphs
 from tests.checkpoints import build, write_gguf
 from tests.test_dense import reference, served
+from tests.test_worker import FAKE, Bench
 
 CPU = torch.device("cpu")
 
@@ -233,6 +236,21 @@ def test_rounds_of_other_slots_are_not_recorded() -> None:
     for parts in (one(a), one(b), [*one(a), *one(b)]):
         made.forward(parts)
     assert recorder.made == recorder.played == 1
+
+
+@pytest.mark.parametrize(("side_graphs", "made"), [(True, 2), (False, 1)])
+def test_side_graphs_off_leaves_the_first_slots(side_graphs: bool, made: int) -> None:
+    """M6: with the flag off no round of a side slot is recorded, a joint one neither."""
+    bench = Bench(2)
+    a, b = bench.loaded.caches[:] = [cache(), cache()]
+    held, recorder = recorded()
+    bench.loaded.model.graphs = held  # type: ignore[attr-defined]
+    config = msgspec.structs.replace(FAKE, parallel=2, side_graphs=side_graphs)
+    Engine(config, bench.loaded, bench.line, Failpoints())
+    for of in (a, b):
+        assert isinstance(of, KV)
+        held.forward(one(of))
+    assert recorder.made == made
 
 
 FAMILIES = {

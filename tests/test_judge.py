@@ -77,6 +77,12 @@ def test_include_usage():
         assert judge("chat", body(stream_options=options), Rules()).include_usage is expected
 
 
+def test_include_progress():
+    """L8: the figures of its lines are wanted only where it says so."""
+    for options, expected in (({"include_progress": True}, True), ({"include_progress": False}, False), (None, False)):
+        assert judge("chat", body(stream=True, stream_options=options), Rules()).progress is expected
+
+
 def test_refused_has_facts():
     """A9: a refused request is refused, and still tells whether it asked for a stream."""
     judged = judge("chat", body(stream=True, audio={}), Rules())

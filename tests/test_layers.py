@@ -12,7 +12,11 @@ PURE = ("time", "random", "os", "asyncio", "threading", "secrets", "socket", "uu
 CORE = (
     "core",
     "firing",
+    "forecast",
     "waiting",
+    "offers",
+    "gate",
+    "lane",
     "engine_life",
     "table",
     "machine",

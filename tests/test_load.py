@@ -15,7 +15,7 @@ import torch
 
 from engine import memory
 from engine.failpoints import EXIT_CODE, Failpoints
-from engine.load import LoadFailed, device_for, load, processors, throttled
+from engine.load import LoadFailed, device_for, load, processors, throttled, windows_line
 from engine.prefix import MARKS
 from engine.protocol import Config, Described, FromEngine, Loading
 from tests.checkpoints import tokenizer
@@ -27,6 +27,12 @@ def _threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine holds next to nothing when it begins to load; this process ran other tests."""
+    monkeypatch.setattr(memory, "reserved", lambda device: 0)
 
 
 CONFIG = Config(1, "fake", device="cpu", threads=torch.get_num_threads(), prefix_chunk=64)
@@ -140,6 +146,54 @@ def test_checkpoints_have_their_room_beside_the_window(monkeypatch: pytest.Monke
         else:
             with pytest.raises(LoadFailed, match="not even 64"):
                 loaded(parallel=2, model=lambda *_, **__: Stated())
+
+
+def test_the_bounds_of_memory_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """J1: from what was free at start; given ones as they are, and the prefills they are held against."""
+    monkeypatch.setattr(memory, "free", lambda device: 10 << 30)
+    ready = loaded(safe_rows=64).ready
+    whole = 64 * 64, 32 * 96  # the window's two steps
+    assert ready.ceiling == 8 << 30 and ready.peak_limit == (8 << 30) + max(whole)
+    assert ready.slack == (10 << 30) // 50 and ready.most_rows == 96
+    assert ready.workspaces == [(1, 1), (64, 64 * 64), (96, 64 * 64)]
+    mine = loaded(safe_rows=64, mem_ceiling=1 << 30, mem_peak=(1 << 30) + 5, slack=0).ready
+    assert (mine.ceiling, mine.peak_limit, mine.slack) == (1 << 30, (1 << 30) + 5, 0)
+
+
+def test_the_line_of_a_start_has_readys_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8: weights, and KV and state that are ``kv_bytes`` together, of the window that was taken."""
+
+    class Stated(FakeModel):
+        weights_bytes, kv_bytes_per_row, state_bytes = 1 << 30, 10 << 20, 500 << 20
+
+    monkeypatch.setattr(memory, "free", lambda device: 40 << 30)
+    monkeypatch.setattr(memory, "reserved", lambda device: 6 << 30)
+    config = msgspec.structs.replace(CONFIG, parallel=2, side_max_len=40)
+    one = loaded(parallel=2, side_max_len=40, model=lambda *_, **__: Stated())
+    kv, state = 136 * (10 << 20), 2 * (500 << 20)
+    assert (one.ready.weights_bytes, one.ready.kv_bytes) == (1 << 30, kv + state)
+    line = windows_line(config, one, 96)
+    assert line.startswith("[engine] weights 1.00 GiB; window 96: KV 1.33, state 0.98, 40.00 free; 48: KV 0.86, ")
+    assert line.endswith("; 192: KV 2.27, state 0.98, 39.06 free (longer than the model's window)")
+
+
+def test_the_longest_prompt_is_what_fits_beside_weights_and_rows() -> None:
+    """J3: with every cache given back; that not even one row fits is said at start, never later."""
+    held = 1000 + 96 * 8
+    assert loaded(safe_rows=64, mem_peak=held + 50 * 50).ready.most_rows == 50
+    assert loaded(safe_rows=64, mem_peak=held + 1).ready.most_rows == 1
+    with pytest.raises(LoadFailed, match="--mem-peak-gib allows") as failed:
+        loaded(safe_rows=64, mem_peak=held)
+    assert failed.value.code == 3
+
+
+def test_the_window_is_cut_to_the_ceiling(capsys: pytest.CaptureFixture[str]) -> None:
+    """J1, I6: what stays between requests is under the ceiling, weights and rows first."""
+    assert loaded(mem_ceiling=1000 + 96 * 8).window == 96
+    assert loaded(mem_ceiling=1000 + 96 * 8 - 1).window == 64 and "cut to 64" in capsys.readouterr().err
+    with pytest.raises(LoadFailed, match=r"not even 64 .* --mem-ceiling-gib allows 0\.00 GiB in all\.$") as failed:
+        loaded(mem_ceiling=1000)
+    assert failed.value.code == 3
 
 
 def test_kv_that_cannot_be_allocated_is_told_with_its_size() -> None:

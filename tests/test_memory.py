@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,57 @@ def test_a_prefill_takes_what_its_dearest_step_takes(sizes: list[int], rows: int
         dearest = max(dearest, workspace(stop - start, start))
         start = stop
     assert memory.of_prefill(rows, 16, size, workspace) == dearest
+
+
+GIB = 1 << 30
+
+
+@given(st.integers(1, 1 << 40), st.integers(0, 1 << 40), st.integers(0, 1 << 40), st.integers(0, 1 << 40))
+def test_bounds_are_the_devices_where_nobody_says(whole: int, prefill: int, ceiling: int, peak: int) -> None:
+    """J1: four fifths between requests, a whole window's prefill more during one, 2 GiB or 2 % of free blocks."""
+    plain = memory.bounds(whole, prefill)
+    assert plain == (memory.ceiling_of(whole), plain.ceiling + prefill, min(2 * GIB, whole // 50))
+    assert 4 * whole - 5 < 5 * plain.ceiling <= 4 * whole
+    given_ = memory.bounds(whole, prefill, ceiling, peak, 7)
+    assert given_.ceiling == (ceiling or plain.ceiling) and given_.slack == 7
+    assert given_.peak == (peak or given_.ceiling + prefill)
+    assert memory.bounds(128 * GIB, 0, 70 * GIB, 77 * GIB, 2 * GIB) == (70 * GIB, 77 * GIB, 2 * GIB)
+
+
+@given(st.integers(1, 70_000), st.integers(1, 99), st.integers(-5, 8_000_000))
+def test_the_longest_prompt_that_fits_is_found(window: int, each: int, room: int) -> None:
+    """J3: the most rows whose prefill fits, none where not even one does."""
+    most = memory.longest(window, room, lambda rows: rows * each)
+    assert most == min(window, max(0, room // each))
+
+
+@given(st.integers(1, 300_000), st.lists(st.integers(0, 1000), min_size=1, max_size=9))
+def test_prefills_are_told_up_to_the_window(window: int, each: list[int]) -> None:
+    """J1, M7: 1, 64, 256, 1024 rows, then doubling; the last is the window, and what is told never falls."""
+    told = memory.heights(window, lambda rows: each[rows % len(each)] + rows // 100)
+    rows = [count for count, _ in told]
+    assert rows[-1] == window and rows == sorted(set(rows)) and len(rows) < 16
+    assert all(wanted in rows for wanted in (1, 64, 256, 1024, 2048, 4096) if wanted <= window)
+    assert all(after <= 2 * before for before, after in pairwise(rows) if before >= 1024)
+    sizes = [size for _, size in told]
+    assert sizes == sorted(sizes)
+    assert all(size >= each[count % len(each)] + count // 100 for count, size in told)
+
+
+def test_the_cpus_memory_is_what_is_free_and_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """J1: on the CPU what is available at start; freed blocks of its allocator are not known before they are given."""
+    monkeypatch.setattr(memory, "free", lambda device: 700)
+    monkeypatch.setattr(memory, "reserved", lambda device: 300)
+    assert memory.whole("cpu") == 1000 and memory.loose("cpu") == 0 and not memory.apart("cpu")
+
+
+def test_what_was_freed_goes_back_to_the_system() -> None:
+    """J2, J3: collecting gives back what glibc keeps of many small pieces, also those that only refer to each other."""
+    memory.collect("cpu")
+    before = memory.resident()
+    pieces: list[object] = [bytearray(1000) for _ in range(100_000)]
+    pieces.append(pieces)
+    held = memory.resident()
+    del pieces
+    memory.collect("cpu")
+    assert held - before > 80_000_000 and memory.resident() - before < (held - before) // 4

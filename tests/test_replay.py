@@ -21,6 +21,7 @@ from pipeline.__main__ import main
 from pipeline.replay import replay
 from pipeline.table import TABLES
 from pipeline.trace import Header, Recorder, TraceError, read
+from tests.record import SCENES
 from tests.world import Plan, World, replayed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -262,7 +263,8 @@ def test_no_text_at_facts(tmp_path: Path) -> None:
     assert {name: fields for name, fields in texts.items() if fields} == {
         "Received": ["name", "route"],
         "Checked": ["code", "param"],
-        "Prepared": ["code", "param"],
+        "Prepared": ["code", "param", "lane"],
+        "EngineReady": ["device"],
         "HungUp": ["why"],
         "Faulted": ["where", "error"],
         "Progress": ["closed"],
@@ -279,7 +281,7 @@ def test_no_text_at_facts(tmp_path: Path) -> None:
         for f in msgspec.structs.fields(kind)
         if "bytes" in str(f.type)
     ]
-    assert raw == ["hashes", "hashes"]
+    assert raw == ["hashes", "first", "hashes"], "salted hashes"
 
 
 @pytest.mark.parametrize("path", FIXTURES, ids=lambda p: p.stem)
@@ -288,7 +290,7 @@ def test_fixture_traces_replay(path: Path) -> None:
     report = replay(path)
     assert report.difference is None, str(report.difference)
     assert report.recorded > 0
-    assert report.header.engine == "torch"
+    assert report.header.engine == ("scripted" if "--script" in SCENES[path.stem][0] else "torch")
     assert report.header.tandem
     assert report.header.torch
     assert report.header.recorded_by.startswith("python -m tests.record ")

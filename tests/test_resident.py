@@ -34,6 +34,7 @@ class Slot:
     def begin(self, tokens: list[int]) -> Begin:
         begun = self.keeps.begin(self.slot, self.cache, tokens, [])
         assert begun.rows < len(tokens) and holds(self.cache, tokens[: begun.rows])
+        assert self.slot == 0 or begun.source != "slot", "a side slot keeps no conversation"
         self.tokens, self.rows, self.prompt = list(tokens), begun.rows, len(tokens)
         return begun
 
@@ -140,6 +141,60 @@ def test_a_parked_conversation_can_go_to_another_slot(recurrent: bool) -> None:
 
 
 @both
+def test_a_side_slot_keeps_no_conversation(recurrent: bool) -> None:
+    """M12, G2: behind its run what a side slot held is parked, or lost where there is no park; slot 0 keeps its own."""
+    one, two = engine(recurrent, slots=2)
+    one.run(list(range(30, 50)))
+    assert two.run(list(range(20)), [60]) == (0, "none")
+    told = [m for m in one.keeps.messages() if isinstance(m, Resident)]
+    assert [(m.where, m.slot, m.rows) for m in told] == [("slot", 0, 20), ("park", 0, 21)]
+    assert two.run([*range(20), 60, 7]) == (21, "park")
+    assert one.run([*range(30, 50), 8]) == (20, "slot")
+    one, two = engine(recurrent, slots=2, park=0)
+    for _ in range(2):
+        assert two.run(list(range(20))) == (0, "none")
+    assert not [m for m in one.keeps.messages() if isinstance(m, Resident)]
+
+
+@both
+def test_a_side_slots_choices_begin_in_its_rows(recurrent: bool) -> None:
+    """M12, F11: between two choices of a request nothing is parked; what its client left of one is not gone on from."""
+    one, two = engine(recurrent, slots=2)
+    two.begin(list(range(20)))
+    two.read()
+    mark = two.cache.mark()
+    two.answer([60, 61])
+    two.keeps.end(1, two.tokens[: two.rows], [], more=True)
+    assert not list(one.keeps._park)
+    two.cache.go_back(mark)
+    two.keeps.stay(1, 20)
+    two.rows = two.prompt = 20
+    two.tokens = list(range(20))
+    two.answer([70])
+    two.end()
+    assert two.run([*range(20), 70, 8]) == (21, "park")
+    two.begin(list(range(40, 60)))
+    two.read()
+    two.keeps.end(1, two.tokens, [], more=True)
+    assert two.begin([*range(40, 60), 8]).rows == 0
+
+
+@both
+def test_a_side_slot_reads_slot_0s_files_and_writes_none(recurrent: bool, tmp_path: Path) -> None:
+    """M9: what slot 0 wrote begins a side slot's run; what a side slot read is not written."""
+    disk = Disk(tmp_path, 1 << 20, "m", GRID, make(recurrent), lambda _: None)
+    one, two = engine(recurrent, slots=2, park=0, disk=disk)
+    one.run(list(range(20)), [60])
+    while one.keeps.work():
+        pass
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files and two.run([*range(20), 7, 8]) == (20, "disk")
+    two.run(list(range(40, 60)))
+    assert not two.keeps.busy
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == files
+
+
+@both
 def test_what_the_park_has_no_room_for_is_lost(recurrent: bool) -> None:
     """G2: bounded by bytes, the least used first; a conversation too large for it alone is not parked at all."""
     limit = 8 * (2 * 25 + 15 if recurrent else 2 * 20 + 12)  # two of the three, with checkpoints, and a short one
@@ -158,7 +213,7 @@ def test_a_short_rest_is_not_parked() -> None:
     (slot,) = engine(False)
     slot.run(list(range(20)))
     slot.run([*range(17), 40, 41, 42])
-    assert slot.begin(list(range(20))) == (17, "slot") and slot.keeps.nbytes == 0
+    assert slot.begin(list(range(20))) == (17, "slot") and slot.keeps.nbytes() == 0
 
 
 def test_hashes_alone_are_never_enough() -> None:
@@ -332,6 +387,7 @@ class Life(RuleBasedStateMachine):
             assert isinstance(message, OwnWork | Resident)
             if isinstance(message, Resident):
                 assert message.rows or not message.nbytes
+                assert message.where != "slot" or message.slot == 0
 
     @invariant()
     def is_bounded(self) -> None:

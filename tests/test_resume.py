@@ -87,6 +87,34 @@ def test_the_next_turn_begins_behind_the_last_answer(model: Any) -> None:
     assert next(m.done for m in one.said if isinstance(m, Chunk) and m.run == 2) > ended.kept
 
 
+@pytest.mark.parametrize(("park", "parks"), [(1 << 20, True), (0, False)])
+@MODELS
+def test_a_side_slots_end_says_whether_its_rows_are_parked(model: Any, park: int, parks: bool) -> None:
+    """G2: its rows are offered to the park, else lost: ``Ended.kept`` says which, and the next turn finds it so."""
+    config = msgspec.structs.replace(PARKING, park_bytes=park)
+    one = Bench(2, config, made=lambda *_, **__: model())
+    first = asked(1, prompt(1, 40), slot=1)
+    answer = one.answer(first)
+    [ended] = [m for m in one.said if isinstance(m, Ended)]
+    assert (ended.kept >= 40) is parks and (ended.kept == 0) is not parks
+    one.answer(asked(2, [*first.tokens, *answer, 9], slot=1))
+    assert resumed(one, 2) == ([(ended.kept, "park")] if parks else [])
+
+
+@MODELS
+def test_choices_that_were_left_hold_nothing(model: Any) -> None:
+    """G2, F11: a side slot's rows are parked as those of any run; no prompt's end stays for a choice nobody wants."""
+    one = Bench(2, PARKING, made=lambda *_, **__: model())
+    first = asked(1, prompt(1, 40), slot=1, keep_end=True)
+    one.turns(8, first)
+    one.turns(2, Cancel(1, 1))
+    [ended] = [m for m in one.said if isinstance(m, Ended)]
+    assert ended.reason == "cancelled" and ended.kept >= 40
+    assert one.engine._slots.kept_ends() == [] and one.engine._keeper._ends == [None, None]
+    one.answer(asked(2, [*first.tokens, 9]))
+    assert resumed(one, 2) == [(40, "park")]
+
+
 @MODELS
 def test_the_same_request_again_computes_one_row(model: Any) -> None:
     """G2, F8: at most all rows but one are taken, with a recurrent state those up to its last checkpoint."""
@@ -368,12 +396,13 @@ def test_what_fails_in_keeping_costs_a_prefill(
     first = asked(1, prompt(1, 40))
     one.answer(first)
 
-    def broken(*_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("xyzzy")
 
     with monkeypatch.context() as patch:
         patch.setattr(one.engine._keeper._residency, place, broken)
         assert one.answer(msgspec.structs.replace(first, run=2)) == fresh(model, first)
+    assert ([m.kept for m in one.said if isinstance(m, Ended)][1] == 0) is (place == "end")
     assert one.answer(msgspec.structs.replace(first, run=3)) == fresh(model, first)
     heard = capsys.readouterr().err
     assert "what slot 0 held is forgotten: RuntimeError" in heard and "xyzzy" not in heard

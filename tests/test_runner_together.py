@@ -69,7 +69,8 @@ def test_each_client_gets_its_own_answer(count: int, monkeypatch: pytest.MonkeyP
             start = next(start for start in starts if start.slot == heads[call.request])
             assert text(await whole(call), 0) == "".join(" ab"[token] for token in answers[start.run])
         assert runner.view()["parallel"] == {
-            "slots": count, "running": 0, "max_running": count, "joint_rounds": 3 * count,
+            "slots": count, "running": 0, "max_running": count, "max_running_reason": "slots", "spill_waits": 0,
+            "slot0_gave_up": 0, "joint_rounds": 3 * count, "overlap_rounds": 3 * count - 1,
         }  # fmt: skip
         assert {request["slot"] for request in runner.view()["recent"]} == set(range(count))
 

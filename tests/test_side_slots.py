@@ -1,43 +1,26 @@
-"""Several slots: who gets which, in what order, what a side slot holds: the rule by itself, then in virtual time."""
+"""Several slots in virtual time: who gets which, in what order, what a side slot holds."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.protocol import windows
 from engine.scripted import Answer, Script
 from pipeline.core import Core
 from pipeline.effects import StartRun
-from pipeline.events import Checked, EngineDescribed, EngineReady, Fetched, MemoryRead, Prepared, Progress, Received
+from pipeline.events import (
+    Checked,
+    EngineDescribed,
+    EngineReady,
+    Fetched,
+    MemoryRead,
+    Prepared,
+    Progress,
+    Received,
+    RunEnded,
+)
 from pipeline.settings import Policy
 from pipeline.states import SlotState
-from stages.slots import placed, rows_needed
 from tests.world import Plan, World
-
-
-@given(st.lists(st.integers(0, 100)), st.integers(1, 4), st.integers(1, 100), st.sets(st.integers(0, 3)))
-def test_slots_go_by_arrival_to_who_fits(needs: list[int], count: int, side: int, busy: set[int]) -> None:
-    """M1, M2: a slot has one holder that fits; who waits fits in none that is left; slot 0 is first to go."""
-    rows = windows(100, count, side)
-    free = [(slot, size) for slot, size in enumerate(rows) if slot not in busy]
-    got = placed(needs, free)
-    taken = [slot for slot in got if slot >= 0]
-    assert len(got) == len(needs) and len(taken) == len(set(taken))
-    left = [slot for slot, _ in free]
-    for need, slot in zip(needs, got, strict=True):
-        fitting = [at for at in left if need <= rows[at]]
-        assert slot == (fitting[0] if fitting else -1)
-        left = [at for at in left if at != slot]
-    assert placed(needs[:2], free) == got[:2], "who stands behind changes nothing"
-
-
-def test_the_rows_of_a_request() -> None:
-    """M2, A8: prompt and effective max_tokens, which slot 0's window bounds."""
-    assert rows_needed(10, 5, 99, 1_000) == 15
-    assert rows_needed(10, 0, 99, 1_000) == 109
-    assert rows_needed(10, 0, 5_000, 1_000) == 1_000
 
 
 def served(world: World) -> dict[int, int]:
@@ -62,8 +45,27 @@ def test_as_many_run_as_there_are_slots(count: int) -> None:
     assert all(slot.state is SlotState.free for slot in world.core.memory.slots)
     assert world.core.memory.max_running == count
     said = [line for line in world.logs if line.startswith("[parallel]")]
-    assert len(said) == len(ids) and said[0].endswith("slot=0 slot 0: it is free")
-    assert said[1].endswith("slot=1 slot 0: it is busy")
+    assert len(said) == len(ids) and said[0].endswith(" slot=0 slot 0 is free")
+    assert said[1].endswith(" slot=1 a side slot: slot 0 is busy")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize(("kept", "row"), [(0, "rows_lost"), (40, "")])
+def test_the_row_says_what_became_of_a_side_slots_rows(leaves: bool, kept: int, row: str) -> None:
+    """G2: parked or lost, as the engine said; of slot 0 they stay. The same where its client has left."""
+    world = World(LONG, slots=2)
+    ids = [world.arrive(), world.arrive()]
+    world.run_until(1.0)
+    held = [slot.run for slot in world.core.memory.slots]
+    if leaves:
+        for id in ids:
+            world.hang_up(id)
+    for run in held:
+        world.post(RunEnded(1, run, "cancelled" if leaves else "stop", kept, 3))
+    ends = [[step.row for step in world.steps if step.life == "slot" and step.id == slot][-1] for slot in (0, 1)]
+    stays = "wound_down" if leaves else "run_ended"
+    assert ends == [stays, row or stays]
+    assert all(slot.state is SlotState.free for slot in world.core.memory.slots)
 
 
 def test_one_slot_says_nothing_of_slots() -> None:

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.__main__ import main
-from pipeline.arrivals import Asked, Session
+from pipeline.arrivals import Asked, Session, sided
 from pipeline.figures import estimates, printed
 from pipeline.modelled import Costs
 from pipeline.plot import svg
@@ -128,6 +128,45 @@ def test_a_judge_waits_as_one_in_the_line_does() -> None:
     assert waits == [pytest.approx(ends[0] - 5.0), pytest.approx(ends[1] - 5.0)]
 
 
+def test_who_needs_slot_0_is_asked_beside_a_free_slot() -> None:
+    """L5, M2: prompts too long for a side slot wait beside a free one; what they are told is judged all the same."""
+    sessions = traffic([1_000, 100, 100], every=1.0, prompt=3_000)
+    outcome = Simulation(sessions, Policy(slots=2, side_max_len=2_000), COSTS, [5.0], KNOWN).run()
+    first, second, _ = sorted(stop for _, stop in outcome.holds)
+    assert [(told.place, told.real) for told in outcome.told] == [
+        ("waits", pytest.approx(first - 5.0)),
+        ("waits", pytest.approx(second - 5.0)),
+    ]
+    assert all(told.estimate for told in outcome.told)
+
+
+def test_side_requests_are_served_inside() -> None:
+    """K2, R7: drawn side requests come beside a long answer; the lane serves them at once, without it they wait."""
+    sessions = sided(traffic([3_000], prompt=5_000) * 2, 1.0, 0)
+    assert [session.requests[0].lane for session in sessions] == ["", "", "raw", "raw"]
+    costs = msgspec.structs.replace(COSTS, told_s=0.0)
+    runs = [Simulation(sessions, Policy(side_lane=lane), costs, []).run() for lane in ("on", "off")]
+    waits = [[one.ttft for one in run.served if one.side] for run in runs]
+    assert [len(wait) for wait in waits] == [2, 2]
+    assert max(waits[0]) < 10 < min(waits[1])
+    assert (runs[0].lane.served, runs[1].lane.offered) == (2, 0)
+    told = [printed([run], 0.8, 60.0, 1) for run in runs]
+    assert "side lane: 2 of 2 offers served inside" in told[0]
+    assert "side lane" not in told[1]
+    assert all("side: total" in text for text in told)
+
+
+def test_drawn_side_requests() -> None:
+    """R7: the same seed draws the same ones, short as the lane wants them, about the share that was asked for."""
+    sessions = traffic([10] * 400)
+    drawn = [session for session in sided(sessions, 0.25, 3) if session.requests[0].lane]
+    assert drawn == [session for session in sided(sessions, 0.25, 3) if session.requests[0].lane]
+    assert drawn != [session for session in sided(sessions, 0.25, 4) if session.requests[0].lane]
+    assert 60 < len(drawn) < 140
+    assert all(asked.prompt <= 2_048 and asked.written <= 64 for session in drawn for asked in session.requests)
+    assert sided(sessions, 0.0, 3) == sessions
+
+
 def test_figures() -> None:
     """L5: the ratio's median and spread by class of the real wait; who was told nothing is counted, not judged."""
     told = [Told("waits", 0.0, e, 20.0) for e in (10.0, 20.0, 22.0, 60.0, None)]
@@ -182,6 +221,18 @@ def test_the_command_prints_the_same_in_another_process(small: Path, tmp_path: P
     assert said[0][0] != said[2][0]
     assert "load 0.9" in said[0][0]
     assert "each that waits" in said[0][0]
+
+
+def test_the_lane_on_the_command_line(small: Path) -> None:
+    """R7: --side-share brings side requests along, and what the lane did with them is printed."""
+    args = ["simulate", str(small), "--load", "0.9"]
+    sides = ["--side-share", "0.5", "--side-lane"]
+    on, off, none = (CliRunner().invoke(main, [*args, *more]).output for more in ([*sides, "on"], [*sides, "off"], []))
+    assert "side lane on, 50% bring a side request" in on
+    assert "served inside" in on
+    assert "side lane off" in off
+    assert "served inside" not in off
+    assert "side" not in none
 
 
 def test_rates_of_a_measured_run(small: Path) -> None:

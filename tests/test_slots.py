@@ -6,11 +6,25 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.failpoints import Failpoints
-from engine.protocol import Cancel, Chunk, Declined, Ended, FromEngine, Resumed, Sampling, Seen, Start, Tokens
+from engine.protocol import (
+    Cancel,
+    Chunk,
+    Declined,
+    Ended,
+    FromEngine,
+    Guest,
+    GuestStarted,
+    Resumed,
+    Sampling,
+    Seen,
+    Start,
+    Tokens,
+)
 from engine.sequence import Sequence, Step
 from engine.slots import Slots
 from tests.test_sequence import start
@@ -84,7 +98,7 @@ def ended_after(desk: Slots, asked: Start, tokens: int = 1) -> list[FromEngine]:
         run.propose([1], 1.0)
         said += desk.settle()
         run.seen(len(run.answer))
-    desk.handle(Cancel(1, asked.run))
+    desk.handle(Cancel(1, asked.run, tokens))
     return said + desk.settle()
 
 
@@ -143,6 +157,18 @@ def test_nothing_is_kept_of_a_prompt_half_read_or_of_a_fault() -> None:
     assert desk.handle(keeping(3, prompt=11)) == []
 
 
+def test_nothing_is_kept_for_a_client_that_left() -> None:
+    """F11, G2: a hang-up ends all choices: nothing waits for one that never comes, and a side slot's rows are lost."""
+    desk = slots(count=2)
+    for slot in (0, 1):
+        desk.handle(keeping(1 + slot, slot=slot))
+        for _, run in desk.turn():
+            run.read(5, 1.0, LOGITS)
+        desk.handle(Cancel(1, 1 + slot))
+        assert desk.settle() == [Ended(1, 1 + slot, "cancelled", 0 if slot else 5, 0, 1.0)]
+    assert desk.kept_ends() == [] and desk.handle(keeping(3)) == []
+
+
 def test_a_prompt_that_leaves_one_row_has_its_choices_too() -> None:
     """F11, A8: at the window's end each choice is one token, and none needs a step."""
     desk = slots(window=6)
@@ -165,6 +191,42 @@ def test_a_choice_that_may_write_nothing_keeps_the_end_too() -> None:
     assert ended_after(desk, keeping(1, max_tokens=0), tokens=0)[-1] == Ended(1, 1, "cancelled", 5, 0, 2.0)
     assert isinstance(desk.handle(keeping(2, max_tokens=0))[0], Resumed)
     assert desk.settle() == [Ended(1, 2, "length", 5, 0)]
+
+
+# -- what stays ----
+
+
+class Parks:
+    """A keeper that parks no more than so many rows."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def begin(self, slot: int, start: Start, at_end: bool) -> tuple[int, str]:
+        return 0, "none"
+
+    def end(self, slot: int, run: Sequence) -> int:
+        return run.rows if run.rows <= self.most else 0
+
+
+@pytest.mark.parametrize(("most", "kept"), [(4, [0, 0]), (5, [5, 5])])
+def test_an_end_says_how_many_rows_stay(most: int, kept: list[int]) -> None:
+    """G2: what the keeper says of a slot's rows, each run's own, whichever ends in the same safe point."""
+    desk = Slots(1, [64, 64], Failpoints({}), keeper=Parks(most))
+    for slot in (0, 1):
+        desk.handle(start(run=7 + slot, slot=slot, max_tokens=1))
+    for _, run in [*desk.turn(), *desk.turn()]:
+        run.read(5, 1.0)
+        run.propose([1], 1.0)
+    ends = {m.run: m.kept for m in desk.settle() if isinstance(m, Ended)}
+    assert ends == {7: kept[0], 8: kept[1]}
+
+
+def test_without_a_keeper_a_side_slot_keeps_nothing_but_for_its_next_choice() -> None:
+    """G2, F11: there is no park to offer its rows to."""
+    for slot, keep_end, kept in ((0, False, 5), (1, False, 0), (1, True, 5)):
+        ended = ended_after(slots(2), keeping(1, keep_end, slot=slot), tokens=1)[-1]
+        assert isinstance(ended, Ended) and ended.kept == kept
 
 
 # -- taking turns ------------------------------------------------------------------------------------------------------
@@ -239,3 +301,31 @@ def test_nobody_waits_for_more_than_a_round_of_all_others(prompts: list[int], mo
         for run in range(len(prompts)):
             if data.draw(st.booleans()):
                 desk.handle(Seen(1, run, 20))
+
+
+@given(st.lists(st.integers(1, 30), max_size=3), st.integers(1, 20), st.integers(1, 4), st.data())
+def test_a_guest_and_the_side_slots_take_turns(sides: list[int], prompt: int, most: int, data: st.DataObject) -> None:
+    """K2, G1: its holder has none; its rounds are its own, and it waits for a few of the others' steps at most."""
+    desk = slots(count=4)
+    desk.handle(start(run=0, prompt=9))
+    for slot, rows in enumerate(sides, 1):
+        desk.handle(start(run=slot, slot=slot, prompt=rows, max_tokens=20))
+    desk.handle(Guest(1, start(run=9, prompt=prompt, max_tokens=20), 0))
+    assert desk.settle() == [GuestStarted(1, 9, 0, prompt + 20, 0)]
+    since = dict.fromkeys(range(1, 4), 0)
+    over = False
+    while not over:
+        turn = desk.turn(most)
+        runs = [run.start.run for _, run in turn]
+        assert 0 not in runs and (runs == [9] or 9 not in runs) and len(runs) <= most
+        for slot in since:
+            since[slot] = 0 if runs == [9] else since[slot] + (slot in runs)
+        assert max(since.values()) <= 2 * (1 + len(sides))
+        stepped(turn)
+        said = desk.settle()
+        over = any(isinstance(m, Ended) and m.run == 9 for m in said)
+        for run in (*range(1, 4), 9):
+            if run == 9 or data.draw(st.booleans()):
+                desk.handle(Seen(1, run, 20))
+    left = [run.start.run for _, run in desk.turn(4)]
+    assert left and 9 not in left

@@ -12,6 +12,7 @@ from pipeline.core import Core
 from pipeline.recording import recorder
 from pipeline.settings import Settings, policy
 from pipeline.starting import engine_config
+from stages.wait import History
 
 
 def test_flags_in_the_engines_terms(tmp_path: Path) -> None:
@@ -28,6 +29,14 @@ def test_flags_in_the_engines_terms(tmp_path: Path) -> None:
     assert (config.park_bytes, config.disk_cache_bytes) == (500_000_000, 2_000_000_000)
     assert config.data_dir == str(tmp_path)
     assert engine_config(Settings(park_gb=0.0), 1, "model").park_bytes == 0
+
+
+def test_bounds_of_memory_in_the_engines_terms() -> None:
+    """J1: given in GiB, told in bytes; 0 and -1 leave them to the device."""
+    plain = engine_config(Settings(), 1, "m")
+    assert (plain.mem_ceiling, plain.mem_peak, plain.slack) == (0, 0, -1)
+    given = engine_config(Settings(mem_ceiling_gib=70, mem_peak_gib=77.5, reserve_slack_gib=0), 1, "m")
+    assert (given.mem_ceiling, given.mem_peak, given.slack) == (70 << 30, 155 << 29, 0)
 
 
 def test_slots_in_the_engines_terms_and_the_cores() -> None:
@@ -64,7 +73,8 @@ def test_the_salt_stays_where_files_are_found_by_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", ["facts", "full"])
 def test_the_salt_is_in_a_full_trace_alone(level: str, tmp_path: Path) -> None:
     """R5: a trace at facts holds salted hashes and not the salt; no trace names the data folder."""
-    recording = recorder(Settings(trace=str(tmp_path), trace_level=level, data_dir="/secret"), b"\xab" * 16)
+    settings = Settings(trace=str(tmp_path), trace_level=level, data_dir="/secret")
+    recording = recorder(settings, b"\xab" * 16, History())
     assert recording is not None
     recording.close()
     [path] = tmp_path.glob("*.jsonl")

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.wait import (
@@ -8,9 +8,12 @@ from stages.wait import (
     Holder,
     Rates,
     Waiter,
+    flat,
+    folded,
     holder_left,
     nearest_rank,
     next_line_at,
+    own_left,
     prefill_line,
     recent_rates,
     remembered,
@@ -27,6 +30,22 @@ def test_lines():
     assert waiting_line(1, 30.0, False) == "waiting, position 1, 30 s so far"
     assert waiting_line(2, 30.0, True) == "waiting, position 2, the model is loading, 30 s so far"
     assert waiting_line(2, 30.0, True, 40.0) == "waiting, position 2, the model is loading, 30 s so far"
+
+
+def test_what_it_waits_for():
+    """L4, L6: a wait for memory and one behind the server's own work are told apart from one for a slot."""
+    assert waiting_line(1, 30.0, False, 40.0, memory=True) == "waiting for memory, position 1, about 40 s, 30 s so far"
+    told = waiting_line(1, 12.0, False, 3.0, own="disk write")
+    assert told == "waiting, position 1, about 3 s, 10 s so far, the server is writing its cache"
+    assert waiting_line(1, 12.0, False, own="new").endswith("10 s so far, the server is busy with work of its own")
+
+
+def test_own_work_is_estimated_by_real_waits():
+    """L6: the median of what was left of waits behind that kind of work; none was longer: nothing is said."""
+    assert own_left([1.0, 2.0, 9.0], 0.0) == 2.0
+    assert own_left([1.0, 2.0, 9.0], 1.5) == 0.5
+    assert own_left([1.0, 2.0, 9.0], 9.0) is None
+    assert own_left([], 0.0) is None
 
 
 def test_prefill_line():
@@ -87,10 +106,10 @@ def known(*written: int, kind: str = "plain", rows: int = 500) -> History:
 
 
 def test_the_holder():
-    """L2: its unread rows at its live rate, then the middle of what those of its kind wrote beyond its count."""
+    """L2: its unread rows at its live rate, then the 40th percentile of what its kind wrote beyond its count."""
     history = known(*range(10, 210, 10))  # 10 … 200
     holder = Holder("plain", 500, 300, 95, 1_000, 9.0, prefill=50.0, decode=20.0)
-    assert holder_left(holder, history, RATES) == 300 / 50 + (150 - 95) / 20  # 100 … 200 are beyond: 150 of them
+    assert holder_left(holder, history, RATES) == 300 / 50 + (140 - 95) / 20  # 100 … 200 are beyond
     capped = Holder("plain", 500, 0, 95, 100, 9.0, decode=20.0)
     assert holder_left(capped, history, RATES) == 5 / 20
     other = Holder("thinking", 500, 0, 95, 1_000, 95.0)
@@ -167,6 +186,14 @@ def test_the_history_is_bounded():
     history = known(*range(600))
     assert [end.written for end in history.kinds["plain"]] == list(range(88, 600))
     assert len(history.recent) == 32
+
+
+@given(st.lists(st.tuples(st.sampled_from(["plain", "thinking"]), st.integers(1, 9)), max_size=1_300))
+@settings(max_examples=30, deadline=None)
+def test_a_history_goes_through_a_header(ended):
+    """L3: the ends written into a trace's header make the same history again."""
+    history = folded([Ended(kind, count, 1.0) for kind, count in ended])
+    assert folded(flat(history)) == history
 
 
 def test_nearest_rank():

@@ -15,10 +15,12 @@ import msgspec
 from engine import protocol as wire
 from engine.link import Died
 from engine.scripted import Script, ScriptedEngine
+from engine.slots import Keeper
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.core import Core
 from pipeline.journal import Step
+from pipeline.request import Memory
 from pipeline.settings import Policy
 
 DESCRIBED = wire.Described(
@@ -42,8 +44,16 @@ class Plan(msgspec.Struct, kw_only=True):
     call_at: int = 1
     max_tokens: int = 0
     stream: bool = True
+    progress: bool = False
     code: str = ""
     prompt_code: str = ""
+    lane: str = ""
+    images: int = 0
+    planned: bool = False
+    hashes: tuple[bytes, ...] = ()
+    head: int = 0
+    opening: int = 0
+    first: bytes = b""
     stop_at: int = 0
     body_s: float = 0.001
     prepare_s: float = 0.002
@@ -54,9 +64,13 @@ class Client(msgspec.Struct):
 
     plan: Plan
     lines: list[tuple[float, str]] = []
+    figures: list[do.Line] = []
+    signs: list[tuple[float, str]] = []
     pieces: int = 0
     end: do.Finish | None = None
     forgotten: str = ""
+    recalled: int = 0
+    guest: int = 0
     ends: int = 0
     parent: int = -1
     received: bool = False
@@ -161,25 +175,42 @@ class World:
         match effect:
             case do.ReadBody(id):
                 plan, size = self.clients[id].plan, 100 if self.clients[id].parent < 0 else 0
-                checked = ev.Checked(id, plan.code, "", size, plan.stream, 1, plan.max_tokens, plan.choices)
+                checked = ev.Checked(
+                    id, plan.code, "", size, plan.stream, 1, plan.max_tokens, plan.choices, plan.progress
+                )  # fmt: skip
                 self._push(self.now + plan.body_s, checked)
             case do.Fetch(id):
-                self._push(self.now, ev.Fetched(id))
+                self._push(self.now, ev.Fetched(id, self.clients[id].plan.images))
             case do.Prepare(id):
                 plan = self.clients[id].plan
                 longest = max((0, *plan.others))
-                prepared = ev.Prepared(id, plan.prompt, plan.prompt_code, "", 1 + len(plan.others), longest)
+                prepared = ev.Prepared(
+                    id, plan.prompt, plan.prompt_code, "", 1 + len(plan.others), longest, list(plan.hashes),
+                    planned=plan.planned, lane=plan.lane, head=plan.head, opening=plan.opening, first=plan.first,
+                )  # fmt: skip
                 self._push(self.now + plan.prepare_s, prepared)
             case do.Spread(id):
                 self._spread(id)
             case do.Measure(epoch, run, rows):
                 self._tell(wire.Measure(epoch, run, rows))
+            case do.GiveBack(epoch, run, level, nbytes):
+                self._tell(wire.GiveBack(epoch, run, level, nbytes))
+            case do.Collect(epoch, run):
+                self._tell(wire.Collect(epoch, run))
             case do.StartRun(epoch, run, id, slot, max_tokens, choice, more):
                 self._runs[run], self._judged[run] = id, 0
                 self.clients[id].starts.append((choice, more))
                 prompt = [1] * self.clients[id].plan.prompt
                 start = wire.Start(epoch, run, slot, prompt, wire.Sampling(), max_tokens, [0], choice, keep_end=more)
                 self._tell(start)
+            case do.StartGuest(epoch, run, id, holder, max_tokens):
+                self._runs[run], self._judged[run] = id, 0
+                self.clients[id].guest += 1
+                prompt = [1] * self.clients[id].plan.prompt
+                start = wire.Start(epoch, run, 0, prompt, wire.Sampling(), max_tokens, [0])
+                self._tell(wire.Guest(epoch, start, holder))
+            case do.Recall(id):
+                self.clients[id].recalled += 1
             case do.Acknowledge(epoch, run, n):
                 self._tell(wire.Seen(epoch, run, n))
             case do.CancelRun(epoch, run, keep):
@@ -188,6 +219,9 @@ class World:
                 self.clients[id].pieces += 1
             case do.Line(id, text):
                 self.clients[id].lines.append((self.now, text))
+                self.clients[id].figures.append(effect)
+            case do.Beat(id) | do.Blank(id):
+                self.clients[id].signs.append((self.now, type(effect).__name__))
             case do.EndChoice(id, choice, finish):
                 self.clients[id].choices.append((choice, finish))
             case do.Finish():
@@ -222,8 +256,12 @@ class World:
         sides = {"parallel": self.policy.slots, "side_max_len": self.policy.side_max_len}
         config = wire.Config(epoch=epoch, model="", failpoints=points, **sides)
         described = msgspec.structs.replace(DESCRIBED, epoch=epoch)
-        self._engine = ScriptedEngine(config, described, self.script)
+        self._engine = ScriptedEngine(config, described, self.script, self._keeper(epoch))
         self._hear(self._engine.start(self.now))
+
+    def _keeper(self, epoch: int) -> Keeper | None:
+        """What the engine of an epoch keeps from one run to the next: nothing."""
+        return None
 
     def _tell(self, message: wire.ToEngine) -> None:
         if self._engine is not None:
@@ -243,7 +281,13 @@ class World:
             case wire.Described():
                 return ev.EngineDescribed(message.epoch, message.window)
             case wire.Ready():
-                return ev.EngineReady(message.epoch, message.load_s, message.safe_rows)
+                return ev.EngineReady(
+                    message.epoch, message.load_s, message.safe_rows, message.prefill_rate, message.decode_rate,
+                    message.ceiling, message.peak_limit, message.slack, message.workspaces, message.most_rows,
+                    message.device,
+                )  # fmt: skip
+            case wire.GuestStarted():
+                return ev.GuestStarted(*msgspec.structs.astuple(message))
             case wire.Memory():
                 return ev.MemoryRead(*msgspec.structs.astuple(message))
             case wire.Resumed(epoch, run, rows, source):
@@ -296,11 +340,25 @@ class World:
         }
 
 
-def replayed(world: World) -> list[Step]:
-    """The journal of a fresh core over the world's facts, after a trip through JSON."""
+class Again(msgspec.Struct):
+    """What a fresh core made of the same facts."""
+
+    memory: Memory
+    steps: list[Step]
+    effects: list[tuple[float, do.Effect]]
+
+
+def rerun(world: World) -> Again:
+    """A fresh core over the world's facts, after a trip through JSON."""
     kinds = msgspec.json.Decoder(ev.Event)
     core = Core(world.policy)
-    core.begin(0.0)
+    effects: list[tuple[float, do.Effect]] = [(0.0, effect) for effect in core.begin(0.0)]
     for time, event in world.events:
-        core.handle(kinds.decode(msgspec.json.encode(event)), time)
-    return core.take_steps()
+        said = core.handle(kinds.decode(msgspec.json.encode(event)), time)
+        effects += [(time, effect) for effect in said]
+    return Again(core.memory, core.take_steps(), effects)
+
+
+def replayed(world: World) -> list[Step]:
+    """The journal of a fresh core over the world's facts."""
+    return rerun(world).steps

@@ -33,7 +33,7 @@ class Loan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy of rows."""
+        """Bytes of the copy."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -142,8 +142,8 @@ class KV:
     def lend(self, rows: int) -> Loan:
         """The first ``rows`` rows are what a guest can write."""
         rows = min(rows, self.rows)
-        return Loan(rows, self.copy(0, rows))
+        return Loan(rows, {"kv": self.all[:, :, :rows].clone()})  # as they lie: quicker than ``copy``
 
     def take_back(self, loan: Loan) -> None:
         """The rows as they were."""
-        self.put(0, loan.tensors)
+        self.all[:, :, : loan.rows] = loan.tensors["kv"]

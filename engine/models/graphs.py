@@ -120,6 +120,11 @@ class Graphs:
         still = [self._logits, *self._tables.values()]
         return self._recorder.nbytes + sum(tensor.nbytes for tensor in still)
 
+    @property
+    def recorded_bytes(self) -> int:
+        """Bytes that letting go of all recordings gives back."""
+        return self._recorder.nbytes
+
     def free(self) -> int:
         """Let go of all recordings; how many bytes that gave back. The next round is recorded anew."""
         freed = self._recorder.nbytes

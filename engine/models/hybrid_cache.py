@@ -248,7 +248,7 @@ class HybridCache:
         """Rows a guest can write, both states, and where they stand; the guest finds room for ``rows`` rows alone."""
         rows = min(rows, self.rows)
         position = _Position(self._current, self._settled, self._pending, self._before, self.guessed, self.rows)
-        tensors = self.copy(0, rows)
+        tensors = self.kv.lend(rows).tensors
         for i, state in enumerate(self._states):
             tensors |= {f"{name}{i}": getattr(state, name).clone() for name in ("delta", "tail", "hidden")}
         self.go_back(None)
@@ -259,7 +259,7 @@ class HybridCache:
         """All as it was."""
         position = loan.state
         assert isinstance(position, _Position)
-        self.put(0, loan.tensors)
+        self.kv.take_back(loan)
         for i, state in enumerate(self._states):
             state.copy(State(*(loan.tensors[f"{name}{i}"] for name in ("delta", "tail", "hidden"))))
         self._current, self._settled = position.current, position.settled

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -100,11 +98,3 @@ def _packed(checkpoint: Checkpoint, progress: Progress) -> Packed | None:
         return Packed.open(packed.identity_of(checkpoint.files, packed.layout()), progress)
     except OSError:  # reading on will say what is wrong with the files
         return None
-
-
-def give_back() -> None:
-    """Hand memory freed while loading back to the system: glibc keeps it otherwise, and it would count as ours."""
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine import memory
 from engine.models import dense, hybrid_loading
 from engine.models.batch import Rows
 from engine.models.cache import Cache
-from engine.models.loading import Loader, Progress, give_back
+from engine.models.loading import Loader, Progress
 from engine.native import build as native
 from engine.pipe import complain
 from engine.weights.checkpoint import Checkpoint, CheckpointError
@@ -117,7 +118,7 @@ def build(
     with _one_thread() if packs else nullcontext():
         model = make(checkpoint, loader, device=device, rows=rows, exact=exact)
     loader.done()
-    give_back()
+    memory.trim()
     return model
 
 

@@ -78,6 +78,7 @@ function says(request) {
   const prompt = request.prompt_tokens ? plural(request.prompt_tokens, "token") : "";
   if (request.state === "queued") return [`${request.position} in line`, prompt].filter(Boolean).join(" · ");
   if (request.state === "prefilling") return `${count(request.done)} of ${plural(request.total, "token")}${cached(request)}`;
+  if (request.state === "guest") return `guest in slot 0 · ${plural(request.completion_tokens, "token")} · prompt ${prompt}`;
   if (request.state === "decoding") {
     const rate = request.tokens_s ? ` · ${request.tokens_s.toFixed(1)}/s` : "";
     const choice = request.choices > 1 ? `choice ${request.choice + 1} of ${request.choices} · ` : "";
@@ -124,7 +125,7 @@ function drawLanes() {
   const live = new Set(view.requests.map((request) => request.id));
   for (const [id, card] of cards) if (!live.has(id)) { card.remove(); cards.delete(id); }
   for (const state of STATES) {
-    const here = view.requests.filter((request) => request.state === state);
+    const here = view.requests.filter((request) => request.state === state || (state === "decoding" && request.state === "guest"));
     if (state === "queued") here.sort((a, b) => a.position - b.position);
     here.forEach((request, index) => {
       if (!cards.has(request.id)) cards.set(request.id, makeCard(request));
@@ -192,6 +193,13 @@ function facts(list, pairs) {
   }));
 }
 
+function drawRefusal(last, times) {
+  $("memory-error").hidden = !last;
+  if (!last) return;
+  put($("memory-error"), `Too little memory for ${short(last)}: its prompt needs ${bytes(last.workspace)} beside `
+    + `${bytes(last.allocated)} allocated, ${bytes(last.reserved)} reserved. ${plural(times, "request")} refused so far.`);
+}
+
 function drawEngine() {
   const engine = view.engine;
   put($("model"), engine.model || "no model yet");
@@ -206,6 +214,7 @@ function drawEngine() {
   put($("load").lastChild, engine.load_total
     ? `${bytes(engine.load_done)} of ${bytes(engine.load_total)} read, ${Math.floor(part)} %. Requests queue meanwhile.`
     : "The process starts. Requests queue meanwhile.");
+  drawRefusal(view.memory.last_refused, view.memory.refused);
   const rate = (n) => (n ? `${count(Math.round(n))} tokens/s` : "");
   facts($("engine-facts"), [
     ["device", engine.device && `${engine.device}${engine.threads ? `, ${plural(engine.threads, "thread")}` : ""}`],
@@ -218,6 +227,9 @@ function drawEngine() {
     ["parked", stored(view.cache.park)],
     ["on disk", stored(view.cache.disk)],
     ["process", bytes(engine.rss_bytes)],
+    ["memory", view.memory.allocated ? `${bytes(view.memory.allocated)} allocated, ${bytes(view.memory.reserved)} reserved` : ""],
+    ["ceiling and peak", view.memory.ceiling ? `${bytes(view.memory.ceiling)}, ${bytes(view.memory.peak_limit)}` : ""],
+    ["side lane", view.lane.offered ? `${count(view.lane.served)} served inside, ${count(view.lane.outgrown)} outgrown, ${count(view.lane.declined)} declined` : ""],
     ["loaded in", engine.load_s ? duration(engine.load_s) : ""],
     ["self-check", engine.selfcheck_ms ? duration(engine.selfcheck_ms / 1000) : ""],
     ["prefill at load", rate(engine.prefill_rate)],
@@ -239,7 +251,7 @@ function drawSlots() {
     box.append(
       make("b", "", `slot ${slot.slot}`),
       make("span", "mono", request ? short(request) : slot.state === "ending" ? "its request is over" : ""),
-      make("span", "", request ? request.state : slot.state + (kept.get(slot.slot) ? `, keeps ${plural(kept.get(slot.slot), "row")}` : "")),
+      make("span", "", request ? request.state + (slot.state === "lent" ? ", a guest is inside" : "") : slot.state + (kept.get(slot.slot) ? `, keeps ${plural(kept.get(slot.slot), "row")}` : "")),
     );
     const done = request ? progress(request) : null;
     if (done !== null) {
@@ -261,6 +273,7 @@ function drawQueue() {
       make("span", "mono", short(request)),
       make("span", "tokens", `${plural(request.prompt_tokens, "token")} · ${duration(request.age_s)}`),
     );
+    if (request.waits) item.append(make("span", "says", request.waits));
     if (request.line) item.append(make("span", "says", `: ${request.line}`));
     return item;
   });

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.effects import Finish
 from pipeline.http.shapes import OBJECTS, Shape, encode, figures, finish_words, public_id
-from pipeline.outbox import ChoiceEnd, Comment, End, Item, Text
+from pipeline.outbox import Beat, ChoiceEnd, Comment, End, Item, Text
 from stages.calls import Content, Delta, Reasoning
 from stages.logprobs import Entry, shaped
 
@@ -69,10 +69,14 @@ class Stream:
                 each = logprobs or [[]] * len(parts)
                 for part, entries in zip(parts, each, strict=True):
                     yield from self._part(choice, part, entries)
-            case Comment(text, reasoning):
+            case Comment(text, reasoning, progress):
                 yield b": " + " ".join(text.split()).encode() + b"\n\n"
                 if reasoning:
                     yield from self._part(0, [Reasoning(text + "\n")], [])
+                if progress is not None:
+                    yield self._chunk(self._at, {}, None, {"progress": progress})
+            case Beat():  # it says nothing, so not the role either
+                yield self._chunk(self._at, {}, None)
             case ChoiceEnd():
                 yield from self._close()
                 self._ended, self._at = item, item.choice

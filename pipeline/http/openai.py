@@ -16,10 +16,10 @@ from quart import Response, request
 from pipeline.effects import Finish
 from pipeline.http.chunks import Stream
 from pipeline.http.contract import Call, Runner
-from pipeline.http.errors import as_json, drop_body, last_word, refusal
+from pipeline.http.errors import as_json, drop_body, encode, last_word, refusal
 from pipeline.http.shapes import Shape, Whole, public_id
 from pipeline.http.wire import Connections, Wire
-from pipeline.outbox import ChoiceEnd, End, Item, Text
+from pipeline.outbox import Blank, ChoiceEnd, End, Item, Text
 
 STEP = 1 << 20
 """Bytes of a body that nobody declared come uncounted; then each such step is told."""
@@ -138,23 +138,56 @@ class Exchange:
         return refusal(figures.code, end.message, end.param, figures.retry_after)
 
     async def _whole(self, items: list[Item]) -> Response:
-        """Everything, once its end is there. Lines for waiting clients have no place here."""
+        """Everything, once its end is there, or from the first blank on. Waiting clients' lines have no place here."""
         call = self._call
         whole = Whole(self._shape(), call.alternatives >= 0)
         while True:
-            for item in items:
-                if isinstance(item, Text | ChoiceEnd):
-                    whole.add(item)
-                elif isinstance(item, End):
-                    return self._as_whole(whole, item)
+            end = _added(whole, items)
+            if end is not None:
+                return self._refused(end) if _has_status(end.figures) else self._as_whole(whole, end)
+            if any(isinstance(item, Blank) for item in items):
+                return self._early(whole)
             items = await call.outbox.take()
 
     def _as_whole(self, whole: Whole, end: End) -> Response:
-        if _has_status(end.figures):
-            return self._refused(end)
         self._over = True
+        return as_json(self._json(whole, end))
+
+    def _json(self, whole: Whole, end: End) -> dict[str, Any]:
         runner = self._runner
-        return as_json(whole.answer(end, self._call.created, runner.model, runner.settings.finish_words))
+        return whole.answer(end, self._call.created, runner.model, runner.settings.finish_words)
+
+    def _early(self, whole: Whole) -> Response:
+        """A 200 before the answer is there: blanks, then its JSON whatever the end is (row I6b)."""
+        response = Response(self._blanks(whole), 200, content_type="application/json")
+        response.timeout = None
+        self._sent = False
+        return response
+
+    async def _blanks(self, whole: Whole) -> AsyncIterator[bytes]:
+        call = self._call
+        call.task = asyncio.current_task()
+        data, end = b" ", None
+        try:
+            while True:
+                self._over = end is not None
+                call.outbox.sent(self._runner.now())
+                self._wire.writing()
+                yield data
+                self._wire.written()
+                if end is not None:
+                    self._sent = True
+                    return
+                data = b""
+                while not data:
+                    items = await call.outbox.take()
+                    end = _added(whole, items)
+                    blank = b" " if any(isinstance(item, Blank) for item in items) else b""
+                    data = blank if end is None else encode(self._json(whole, end))
+        except Exception as error:
+            self.broke(error)
+            yield encode(self._json(Whole(self._shape(), False), End(_gone())))
+            self._sent = True
 
     def _shape(self) -> Shape:
         call = self._call
@@ -192,6 +225,21 @@ class Exchange:
             self.broke(error)
             yield stream.broken()
             self._sent = True
+
+
+def _added(whole: Whole, items: list[Item]) -> End | None:
+    """What came, added to a whole answer; its end, if that was among it."""
+    for item in items:
+        if isinstance(item, Text | ChoiceEnd):
+            whole.add(item)
+        elif isinstance(item, End):
+            return item
+    return None
+
+
+def _gone() -> Finish:
+    """The end of an answer whose handler broke: no figures are known of it."""
+    return Finish(request=0, finish="error", opened=True, code="internal_error")
 
 
 def _has_status(end: Finish) -> bool:

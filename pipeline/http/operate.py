@@ -77,5 +77,7 @@ class Operate:
             "engine": view["engine"],
             "parallel": view["parallel"],
             "cache": view["cache"],
+            "memory": view["memory"],
+            "lane": view["lane"],
             "lag_ms": view["lag_ms"],
         }
