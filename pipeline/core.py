@@ -78,6 +78,8 @@ class Core(EngineLife):
         return steps
 
     def _done(self, now: float) -> list[Effect]:
+        if self._refused:  # the others of its list are over too: what they held is free
+            self._offer_waiting(now)
         self._settle(now)
         self._next_at_gate()
         memory = self.memory

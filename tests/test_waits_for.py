@@ -8,7 +8,7 @@ from engine.scripted import Answer, Script
 from pipeline import events as ev
 from tests.box import Box, Store
 from tests.test_turns import rows, served, world
-from tests.world import Plan, World
+from tests.world import Plan, World, replayed
 
 
 def test_own_work_is_waited_for_and_sends_nobody_aside() -> None:
@@ -122,6 +122,16 @@ def test_a_prompt_of_a_list_that_waits_for_memory_leaves_the_clock_of_one_that_r
     assert running.admitted_at is not None
     assert running.deadline_at == running.admitted_at + 12.0
     assert one.core.memory.requests[first + 1].deadline_at is None
+
+
+def test_what_a_refused_list_held_is_the_next_ones() -> None:
+    """A13, R3: one prompt of a list is refused while another is at the gate: who waits has the slot in that event."""
+    one = Box(Store())
+    first, waiter = one.arrive(Plan(others=(0,))), one.arrive()
+    one.run_until(0.0035)
+    assert first not in one.core.memory.requests
+    assert one.core.memory.requests[waiter].slot == 0
+    assert replayed(one) == one.steps
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def store(chance: Random, kind: str) -> Store:
         free=chance.choice((90, 300, 800, 2_000)), per_row=1, a_run=chance.choice((0, 50, 200)),
         ceiling=chance.choice((0, 0, 300, 2_000)), peak=chance.choice((0, 0, 600, 1_200)), levels=levels(chance),
         garbage=chance.choice((0, 100)), workspaces=chance.choice(([], [(100, 100), (1_000, 1_000)])),
-        most_rows=chance.choice((0, 0, 600)), device=chance.choice(("cpu", "cuda")),
+        most_rows=chance.choice((0, 250, 600)), device=chance.choice(("cpu", "cuda")),
     )  # fmt: skip
 
 
