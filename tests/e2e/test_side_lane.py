@@ -156,7 +156,7 @@ def both(server: Server, state: str, prompt: str, tokens: int) -> tuple[str, str
     return long.text(), answer["choices"][0]["message"]["content"], answer["id"]
 
 
-MOMENTS = [("prefilling", LONG * 18, 60), ("decoding", COUNTING, 600)]
+MOMENTS = [("prefilling", LONG * 10, 40), ("decoding", COUNTING, 300)]
 
 
 @pytest.mark.parametrize(("state", "prompt", "tokens"), MOMENTS, ids=[state for state, *_ in MOMENTS])
