@@ -267,6 +267,20 @@ def test_one_who_outgrows_the_lane_is_served_whole() -> None:
     assert world.core.memory.lane.outgrown == 1 and world.core.memory.lane.served == 0
 
 
+def test_an_outgrown_one_loses_little() -> None:
+    """K8: behind a turn of twenty seconds it is served within 1.1 of the time it takes with the lane off."""
+    total = {}
+    for mode in ("on", "off"):
+        world = held(
+            Answer(ids=[2] * 300, decode_ms=10.0), holder=Answer(ids=[1] * 400, decode_ms=50.0), side_lane=mode
+        )
+        id = world.arrive(SIDE)
+        check(world)
+        assert ("outgrown" in world.rows(id)) == (mode == "on")
+        total[mode] = world.clients[id].end.total_ms
+    assert total["off"] < total["on"] <= 1.1 * total["off"]
+
+
 def test_what_an_outgrown_one_wrote_is_forgotten() -> None:
     """K8, L1: its calls count anew, and its lines go on at their pace."""
     world = held(Answer(ids=[2] * 30, decode_ms=700.0), side_lane_side_tokens=20)
