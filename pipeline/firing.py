@@ -5,6 +5,8 @@ Knows the records and their facts; which posted fact fires what is the business 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import msgspec
 
 from engine.protocol import windows
@@ -41,7 +43,7 @@ def is_member(request: Request) -> bool:
     return request.parent >= 0 or request.prompts > 1
 
 
-class Firing:
+class Firing(ABC):
     """The records, the journal and the effects of one event. ``memory`` is everything that is remembered."""
 
     def __init__(self, policy: Policy, memory: Memory | None = None) -> None:
@@ -130,13 +132,13 @@ class Firing:
         """Rows of each slot."""
         return windows(self.memory.engine.window, len(self.memory.slots), self.policy.side_max_len)
 
+    @abstractmethod
     def _route(self, request: Request, now: float) -> Route:
         """The free slot that is its own once those in front have theirs, or what it waits for (``offers.py``)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lane_open(self, request: Request, now: float) -> bool:
         """Whether the run of slot 0 takes it as a guest."""
-        raise NotImplementedError
 
     def _limit(self) -> float:
         """Seconds without a message after which a working engine counts as silent."""

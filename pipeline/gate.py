@@ -8,6 +8,8 @@ end: it keeps its place, and those behind it may go first.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.offers import Offers
@@ -22,8 +24,9 @@ MIB, GIB = 1 << 20, 1 << 30
 class Gate(Offers):
     """Decides on memory before every prefill."""
 
+    @abstractmethod
     def _hear(self, epoch: int, now: float) -> Engine | None:
-        raise NotImplementedError
+        """Note a sign of life of the engine (``engine_life.py``)."""
 
     # -- one at a time ---------------------------------------------------------------------------------------------
 

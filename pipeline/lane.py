@@ -7,6 +7,8 @@ who has outgrown the lane can be served anew.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from pipeline import effects as do
 from pipeline import events as ev
 from pipeline.firing import is_member
@@ -30,11 +32,13 @@ class Lane(Gate):
             policy.side_lane, policy.side_lane_prompt, policy.side_lane_tokens, policy.side_lane_side_tokens
         )
 
+    @abstractmethod
     def _said(self, request: Request, event: ev.Progress | ev.RunEnded, now: float) -> None:
-        raise NotImplementedError
+        """What a choice says so far (``core.py``)."""
 
+    @abstractmethod
     def _drafted(self, request: Request, event: ev.Progress | ev.RunEnded) -> None:
-        raise NotImplementedError
+        """How it was decoded (``core.py``)."""
 
     # -- who may be a guest, and when ------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ as the client's messages render it, in blocks.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 from pipeline import effects as do
@@ -37,13 +38,13 @@ WAITS_FOR = {
 class Offers(Waiting):
     """The way out of the queue."""
 
+    @abstractmethod
     def _at_gate(self, request: Request) -> None:
         """It has a slot: whether its prompt fits in memory is decided next (``gate.py``)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _holds_floor(self, request: Request) -> bool:
         """Whether enough memory stays available when it is admitted beside the others (``gate.py``)."""
-        raise NotImplementedError
 
     # -- offering ----------------------------------------------------------------------------------------------------
 
